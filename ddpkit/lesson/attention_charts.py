@@ -21,11 +21,11 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 
     Both axes are logarithmic: a slope of 1 means linear growth, 2 quadratic growth.
 
-    peaks: {name of the curve: {sequence length in tokens: most bytes at a time}}; only the first
-        `len(page.MARKERS)` curves are drawn.
+    peaks: {name of the curve: {sequence length in tokens: most bytes alive at the same time}}; only
+        the first 5 curves, as many as `page.MARKERS`, are drawn.
     title: the heading of the chart and of its alt text.
 
-    The bytes don't depend on the machine, so the alt text states them. Notebook 09.
+    The bytes don't depend on the machine, so the alt text states them. Used in notebook 09.
     """
     figure = _by_length(peaks, title, "B")
     said = [f"{title}."]
@@ -38,14 +38,14 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
     """Draw measured time against sequence length, both axes logarithmic.
 
-    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first
-        `len(page.MARKERS)` curves are drawn.
+    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first 5 curves, as
+        many as `page.MARKERS`, are drawn.
     ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
         speed}, drawn as a dashed line that no curve can get below.
     title: the heading of the chart and of its alt text.
 
     The seconds differ between machines, so the alt text names curves and lengths, but states no
-    time. Notebook 09.
+    time. Used in notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -58,7 +58,8 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
     curves: {name: {length in tokens: value}}; only the first `len(page.MARKERS)` are drawn.
     unit: "B" if the values are bytes, "s" if they are seconds.
-    ceiling: {length: value} of a dashed line, named "matrix products alone"; None for no line.
+    ceiling: {length in tokens: value} of a dashed line, which the legend calls "matrix products
+        alone"; None for no line.
     """
     figure, (axes,) = chart(title)
     looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
@@ -75,15 +76,13 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
 
 def merge_tree(row: Sequence[float]) -> Picture:
-    """Draw how the softmax statistics of a row's numbers are merged in pairs until one is left.
+    """Draw how the softmax statistics of a row's numbers are merged, two at a time, into one.
 
-    A box shows a pair (m, ℓ): m is the largest of the numbers x that the box stands for, and ℓ the
-    sum of e^(x − m) over them. The top line has a box for each number, the bottom line one box for
-    the whole row. The alt text lists the pairs of every line.
+    A box shows a pair (m, ℓ), where m is the largest of the numbers x that the box stands for, and
+    ℓ the sum of e^(x − m) over them. The top line has a box for each number, the bottom line one
+    box for the whole row. The alt text lists the pairs of every line. Used in notebook 08.
 
     row: 2 to 8 numbers, -inf for one that is masked.
-
-    Notebook 08.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -115,13 +114,13 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
 
 def memory_levels(levels: Mapping[str, tuple[float, float, str]]) -> Picture:
-    """Draw a hierarchy of memories as stacked boxes, the first one on top.
+    """Draw a hierarchy of memories, such as a GPU's SRAM and HBM, as stacked boxes.
+
+    The first memory is on top. Boxes become wider by equal steps, whatever the capacities. The alt
+    text states capacities and bandwidths. Used in notebook 09.
 
     levels: {name: (capacity in bytes, bandwidth in bytes per second, text that says what is kept
-        there)}, from the fastest memory to the slowest. Boxes become wider from level to level by
-        equal steps, not in proportion to the capacity.
-
-    The alt text states capacities and bandwidths. Notebook 09.
+        there)}, from the fastest memory to the slowest.
     """
     canvas, said = Canvas(page.WIDEST, 110 * len(levels) + 20), []
     for at, (name, (nbytes, speed, holds)) in enumerate(levels.items()):
@@ -146,10 +145,10 @@ def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]
     logarithmic.
 
     roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}, at most
-        `len(page.MARKERS)` machines.
+        5 machines, as many as `page.MARKERS`.
     programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.
 
-    Speeds may have been measured, so the alt text states intensities, but no speed. Notebook 09.
+    The alt text states intensities but no speeds, as they may be measured. Used in notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
     looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))

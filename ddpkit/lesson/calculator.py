@@ -27,21 +27,21 @@ def bucket_calculator(
 ) -> Calculator:
     """Return a widget with sliders for bucket cap and latency that predicts a step's timeline.
 
-    In backward of a training step gradients become ready one by one, and each full bucket of them
-    is all-reduced. The picture shows both over time, and the caption says how many milliseconds of
-    communication are exposed, which means not hidden behind backward.
+    In backward of a training step gradients become ready one by one. They are collected in buckets,
+    each of which is full when it has as many bytes as the cap, and is then all-reduced. The picture
+    shows both over time, and the caption says how many milliseconds of communication are exposed,
+    which means not hidden behind backward.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
-    ValueError: there are no gradients, or `ready_s` hasn't one time for each: pass both lists in
-        the same order.
+    ValueError: there are no gradients, or `ready_s` doesn't have one time for each of them.
 
     The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
     those of `LATENCIES_S` that are larger. For one latency all caps share a time scale, so that
     pictures can be compared. The text that stands for the widget in a stored notebook states no
-    times, because they were measured. Notebook 04.
+    times, because they were measured. Used in notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -75,9 +75,10 @@ def bucket_calculator(
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
     """Return {bucket cap in bytes: plan} for all caps that make a difference, each a power of two.
 
-    A plan is a list of buckets, and a bucket is a list of indices into `gradients`. The smallest
-    caps give every gradient a bucket of its own, the largest puts all gradients of a dtype into
-    one. Where several caps lead to the same plan, only the largest of them is returned.
+    A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
+    cap. A plan is a list of buckets, each a list of indices into `gradients`. The smallest caps
+    give every gradient a bucket of its own, the largest puts all gradients of a dtype into one.
+    Where several caps lead to the same plan, only the largest of them is returned.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
@@ -93,11 +94,11 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 
 
 def zero_calculator() -> Calculator:
-    """Return a widget with sliders for model, ranks and stage that shows the bytes of ZeRO.
+    """Return a widget with sliders for model, ranks and stage that shows ZeRO's bytes on a rank.
 
-    From stage 1 on each rank keeps only its part of the optimizer's state, from stage 2 on also of
-    the gradients, in stage 3 also of the parameters; stage 0 shards nothing. The widget shows what
-    `zero_stage` returns. Notebook 07.
+    In stage 0 each rank keeps everything. From stage 1 on it keeps only its part of the optimizer's
+    state, from stage 2 on only its part of the gradients as well, and in stage 3 of the parameters
+    as well. The widget shows what `zero_stage` returns. Used in notebook 07.
     """
     return Calculator(
         zero_stage,
@@ -108,16 +109,15 @@ def zero_calculator() -> Calculator:
 
 
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
-    """Return (caption, bar chart) of the model states that each rank keeps in ZeRO's stages 0 to 3.
+    """Return (caption, bar chart) of the bytes that each rank keeps in ZeRO's stages 0 to 3.
 
-    Training is in mixed precision with AdamW. The chart has a bar of bytes for each stage, with
-    that of `stage` highlighted. The caption says for `stage` what a rank keeps, whether it fits on
-    a GPU of `charts.GPU_BYTES`, and how many bytes the rank sends in a step. Activations aren't
-    counted.
+    They are those of parameters, gradients and optimizer state, in mixed precision with AdamW;
+    activations aren't counted. The chart has a bar for each stage, with that of `stage`
+    highlighted. The caption says for `stage` what a rank keeps, whether that fits on a GPU with 80
+    GB, and how many bytes the rank sends in a step.
 
-    model: a key of `MODELS`, which has the numbers of parameters.
-    world_size: the number of ranks.
-    stage: from 0 to 3.
+    model: a key of `MODELS`, such as "7.5B". world_size: the number of ranks.
+    stage: the stage that the caption is about, from 0 to 3.
     """
     parameters = MODELS[model]
     rows = {}

@@ -1,7 +1,8 @@
 """Run the trainings of notebook 15: killed in a step, damaged on the disk, started by torchrun.
 
 A `TrainConfig` says what is trained, on which mesh of ranks, and in which folder checkpoints are
-kept. Functions that take one run on every rank of a launch; the others run in the notebook.
+kept. The functions with a `config` argument are to be launched on every rank; the others are called
+by the notebook itself.
 """
 
 import os
@@ -40,8 +41,9 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take the first `count` steps; return (their losses, {parameter's name: whole tensor}).
 
-    To be called on every rank, where it returns the same. Checkpoints are neither read nor written.
-    With `config.exact` all meshes give results that are equal to the last bit: see `same`.
+    To be called on every rank; all ranks return the same. Checkpoints are neither read nor written.
+    If `config.exact` is true, all meshes give results that are equal to the last bit, which `same`
+    can check.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -51,8 +53,8 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
 def same(one: tuple, other: tuple) -> bool:
     """Return whether two trainings have the same losses and parameters, to the last bit.
 
-    one, other: (losses, {parameter's name: tensor}) of each. Only the parameters that `one` names
-        are compared.
+    one, other: (losses, {parameter's name: tensor}) of each training, as `twin_of` returns them.
+        Only the parameters that `one` names are compared.
     """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)
@@ -61,9 +63,10 @@ def same(one: tuple, other: tuple) -> bool:
 def train_and_die(config: TrainConfig, at: int) -> None:
     """Train, but let rank 1 kill its own process when step `at` begins.
 
-    To be called on every rank of a launch, which fails. Steps count from 0. The process dies by
-    SIGKILL, as when memory runs out, so it can't clean up: what is left is what the checkpoints in
-    `config.folder` hold. The last one that was due is whole: the kill waits until it is saved.
+    To be called on every rank of a launch, which fails because of it. Steps count from 0. The
+    process dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only the
+    checkpoints in `config.folder` are left. Before it dies, rank 1 waits up to 60 seconds until the
+    last checkpoint that was due is saved.
     """
 
     def die(number: int) -> None:
@@ -82,11 +85,11 @@ def weigh(config: TrainConfig) -> int:
 
     To be called on every rank. The state is the rank's part of the parameters, buffers and
     optimizer moments; gradients and activations aren't counted. A barrier precedes the second step,
-    so that `sent` can weigh that one alone: in the first, ranks also exchange the order of their
-    calls.
+    so that `sent` can count the bytes of that step alone, because in the first step ranks also
+    exchange the order of their calls.
     """
     trainer = Trainer(config)
-    trainer.step(0)  # in which ranks agree on orders
+    trainer.step(0)  # in which ranks also exchange the order of their calls
     dist.barrier()
     trainer.step(1)
     held = 0
@@ -98,10 +101,13 @@ def weigh(config: TrainConfig) -> int:
 def sent(run: Run) -> float:
     """Return the bytes that rank 0 sent after its last barrier, as if collective calls used a ring.
 
-    run: a launch of `weigh`, say, of which this is the second training step. The bytes are computed
-        from the sizes in the records of rank 0's calls, by `sent_by_all`; for a broadcast, all is
-        counted at the rank that it comes from.
-    ValueError: rank 0 made no barrier.
+    In a launch of `weigh` these are the bytes of the second training step. They are computed by
+    `sent_by_all` from the sizes in the records of rank 0's calls; the bytes of a broadcast are all
+    counted at the rank that it comes from.
+
+    run: what `launch` returned.
+    ValueError: rank 0 made no barrier. KeyError: it made a call that `sent_by_all` doesn't know,
+        such as all_to_all.
     """
     records = run.wire[0]
     after = max(at for at, record in enumerate(records) if record.op == "barrier")
@@ -111,9 +117,11 @@ def sent(run: Run) -> float:
 def flip_a_bit(folder: str | Path) -> Path:
     """Damage the newest checkpoint in a folder by changing one bit; return the checkpoint's path.
 
-    The newest is the last, in alphabetical order, of those named `step-*`. The bit is in the middle
-    of one of its `.distcp` files, which hold tensors. It is changed on the disk, to show that a
-    damaged checkpoint is found when it is read.
+    The newest checkpoint is the last, in alphabetical order, of those named `step-*`. The bit is in
+    the middle of one of its `.distcp` files, which hold tensors, and is changed on the disk. The
+    notebook then shows that reading the checkpoint finds the damage.
+
+    IndexError: the folder has no checkpoint.
     """
     newest = sorted(Path(folder).glob("step-*"))[-1]
     file = next(newest.glob("*.distcp"))
@@ -126,7 +134,9 @@ def flip_a_bit(folder: str | Path) -> Path:
 def under_torchrun(ranks: int, *flags: str) -> int:
     """Run `torchrun --nproc-per-node RANKS -m ddpkit.train FLAGS`; return its exit code.
 
-    It returns when the training has ended: 0 means success. What the training prints is discarded.
+    It returns when the training has ended; 0 means success. What the training prints is discarded.
+
+    ranks: the number of processes. flags: the command-line arguments of `ddpkit.train`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", "ddpkit.train", *flags]

@@ -23,8 +23,8 @@ CODE += "; white-space: pre-wrap"
 def frame(look: bool | str | None, inside: str) -> str:
     """Return HTML that wraps `inside`, itself HTML, in a card of the verdict's colours.
 
-    look: the verdict, a key of `LOOKS`: True, False, "surprise" or None. The sign of `LOOKS` isn't
-        written here.
+    look: the verdict, a key of `LOOKS`, which is True, False, "surprise" or None. Only its colours
+        are used; its sign is left to the caller.
     """
     _, ink, ground = LOOKS[look]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
@@ -39,7 +39,7 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
     passed: True for a ✓, False for a ✗, None for neither.
     title, said: the title and the paragraphs as plain text, in which `code` stands in backticks. A
         paragraph of several lines is shown verbatim in a code font; empty ones are left out.
-    folds: {text to click on: text that then unfolds}, at the foot of the card.
+    folds: {text to click on: text that then unfolds}, shown at the foot of the card.
     """
     sign, ink, _ = LOOKS[passed]
     head = f'<b style="color: {ink}; font-size: 16px">{sign} {marked(title)}</b>'
@@ -55,7 +55,7 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
 
     look: the verdict on the guess, which gives the colours: True if it is right, "surprise" if it
         is wrong, None if there is none.
-    guess: what the reader entered, "" if nothing; it is then left out.
+    guess: what the reader entered; "" if nothing was entered, which leaves it out of the card.
     """
     sign, ink, _ = LOOKS[look]
     beside = f'<span style="color: {ink}"> {sign} you: {html.escape(guess)}</span>' if guess else ""
@@ -82,8 +82,9 @@ def score_card(text: str, looks: Sequence[bool | str | None]) -> str:
 def _paragraph(text: str) -> str:
     """Return plain text as an HTML paragraph.
 
-    A text of several lines is kept verbatim in a code font. In others `code` stands in backticks,
-    and the first word gets a capital letter, unless it seems to begin an assignment.
+    A text of several lines is kept verbatim in a code font. In a text of one line, words in
+    backticks are set as code, and the first word gets a capital letter unless an equals sign
+    follows it, as in an assignment.
     """
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'
@@ -93,6 +94,6 @@ def _paragraph(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """Return a line of plain text as HTML, in which what stands in `backticks` is set as code."""
+    """Return a line of plain text as HTML, with the words between `backticks` set as code."""
     code = rf'<code style="background: none; padding: 0; color: inherit; {CODE}">\1</code>'
     return re.sub("`([^`]+)`", code, html.escape(text))

@@ -32,13 +32,12 @@ COLOURS = {  # {name of a backend: colour}, the same in all charts
 def median_time(results) -> Picture:
     """Draw the median time of a collective call as grouped bars, on a logarithmic scale.
 
-    There is a group of bars for each tensor size, and in it a bar for each backend with each number
-    of processes. A black mark on a bar is the time of its ceiling, which only moves the same bytes;
-    bars whose ceiling wasn't measured have none.
+    There is a group of bars for each tensor size, and in it a bar for each backend (a way to do the
+    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is its
+    ceiling: the time that merely moving the same bytes took. Bars whose ceiling wasn't measured
+    have no mark. Used in notebook 02.
 
     results: the measurements, a `ddpkit.bench.results.Results`.
-
-    Notebook 02.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
@@ -46,15 +45,14 @@ def median_time(results) -> Picture:
 def bandwidth(results) -> Picture:
     """Draw the bus bandwidth of a collective call, in GB/s, as grouped bars.
 
-    Bus bandwidth is the bytes per second that each rank would move on an ideal ring, so it compares
-    with the speed of the wire. There is a group of bars for each tensor size, and in it a bar for
-    each backend with each number of processes. A black mark on a bar is what it would reach at the
-    speed of its ceiling, which only moves the same bytes; bars whose ceiling wasn't measured have
-    none.
+    Bus bandwidth is the bytes that each rank would send on an ideal ring, divided by the time that
+    the call took, so it can be compared with the speed of the wire. There is a group of bars for
+    each tensor size, and in it a bar for each backend (a way to do the call, such as "gloo" or
+    "ring") with each number of processes. A black mark on a bar is its ceiling: the bandwidth if
+    the call took only the time of moving the same bytes. Bars whose ceiling wasn't measured have no
+    mark. Used in notebook 02.
 
     results: the measurements, a `ddpkit.bench.results.Results`.
-
-    Notebook 02.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -66,12 +64,13 @@ def bandwidth(results) -> Picture:
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """Draw a bar for each result, in a group for each tensor size; return the picture.
 
-    results: a `ddpkit.bench.results.Results`. Ceilings, which only move bytes, are drawn as marks
-        on the bars of others; second measurements of a baseline are left out.
-    value: called as value(result, seconds); returns the bar's height if the result had taken that
-        time. It is called with the median time, and with the ceiling's time for the black mark.
-    what, unit: the quantity that heights stand for, and its unit, to be written at the axis.
-    scale: "log" or "linear", for the heights.
+    results: a `ddpkit.bench.results.Results`. A ceiling, which is the time of merely moving the
+        bytes, is drawn as a black mark on the bars of other results; second measurements of a
+        baseline are left out.
+    value: function of a result and of the seconds that it took, which returns the height of a bar.
+        It is called with the result's median time for the bar, with its ceiling's for the mark.
+    what, unit: the name and the unit of the quantity that is drawn, for the axis.
+    scale: "log" or "linear", the scale of that axis.
     """
     names = list(dict.fromkeys(result.variant for result in results.competing))
     shown = sorted(results.competing, key=lambda r: (names.index(r.variant), r.world_size))
@@ -135,16 +134,16 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) -> Picture:
     """Draw how long a training step takes in several variants, a horizontal bar for each.
 
-    A bar is blue up to the time of computing alone, and orange where communication adds to it. It
-    shows the median of the variant's rounds, and a black span their middle half if there were
-    several rounds.
+    A bar is blue up to the time of computing alone, and orange where communication adds to it. Its
+    length is the median over the rounds of the measurement; if there were several, a black span
+    marks the middle half of them.
 
-    seconds: {name of the variant: for each round, the seconds of a step}.
+    seconds: {name of the variant: [seconds of a step in each round]}.
     compute: the name of the variant that computes and sends nothing; a dashed line marks its
         median.
     link: the emulated link, to be named in the title, or None if there was none.
 
-    The alt text names the variants and states no time. Notebook 04.
+    The alt text names the variants and states no time. Used in notebook 04.
     """
     import numpy
 
@@ -193,7 +192,7 @@ def scaling(
     most: the largest number of workers.
 
     A dot marks the lowest point of each curve, and the alt text says where it is. A dashed line
-    shows computing alone. Notebook 03.
+    shows computing alone. Used in notebook 03.
     """
     title = "Time of a step, by the number of workers"
     figure, (axes,) = chart(title)
@@ -217,7 +216,7 @@ def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mappin
 
     A bar is stacked from segments, and the axis has room on the right for a number after each bar.
 
-    rows: {label of the bar: {segment: length}}; a segment that a row hasn't got has length 0.
+    axes: matplotlib's chart. rows: {label of the bar: {segment: length}}; missing segments are 0.
     colours: {segment: matplotlib colour}, in the order from left to right. Segments that aren't in
         it are left out.
     """
@@ -244,8 +243,9 @@ def bucket_timeline(
 ) -> Picture:
     """Draw when the gradients of a training step become ready and when their buckets are sent.
 
-    The times are predicted by `cost.timeline`. Above is backward, with a line for each gradient;
-    below is an all-reduce for each bucket, in the same colour as its gradients. Red is
+    A bucket is a group of gradients that one all-reduce sends; the times are predicted by
+    `cost.timeline`. The upper row is backward, with a line where each gradient becomes ready; the
+    lower row has a bar for each bucket's all-reduce, in the same colour as its gradients. Red is
     communication that is exposed, which means that it goes on after backward has ended.
 
     plan: the buckets in the order in which they are sent, each a list of gradient indices.
@@ -253,11 +253,10 @@ def bucket_timeline(
     sizes: for each gradient, its bytes.
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
-    longest_s: the time axis has at least this many seconds, so that pictures can share a scale.
-    ValueError: a gradient isn't in exactly one bucket, or hasn't a time and a size: correct the
-        lists.
+    longest_s: the least number of seconds on the time axis, so that pictures can share a scale.
+    ValueError: a gradient isn't in exactly one bucket, or has no time or no size.
 
-    The alt text is that of `describe_buckets`, without times. Notebook 04.
+    The alt text is that of `describe_buckets`, without times. Used in notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
@@ -291,9 +290,9 @@ def bucket_timeline(
 
 
 def describe_buckets(plan: cost.Plan) -> str:
-    """Return the text for a picture of `bucket_timeline`: what it shows, without times.
+    """Return the alt text of the picture that `bucket_timeline` draws, which states no times.
 
-    plan: the buckets, each a list of gradient indices.
+    plan: the buckets of gradients that are sent together, each a list of gradient indices.
     """
     gradients = sum(map(len, plan))
     return (
@@ -306,17 +305,18 @@ def describe_buckets(plan: cost.Plan) -> str:
 def bucket_moments(
     parts: Mapping[str, int], moments: Mapping[str, tuple[Sequence[float], Sequence]]
 ) -> Picture:
-    """Draw a gradient bucket at several moments of training, a row for each.
+    """Draw what a gradient bucket holds at several moments of training, a row for each moment.
 
-    On the left are the elements of the bucket's flat tensor, on the right the `.grad` of each
-    parameter, in the parameter's colour where it is a view of the flat tensor.
+    A bucket is a flat tensor with the gradients of several parameters. On the left are its
+    elements, on the right the `.grad` of each parameter, in the parameter's colour where it is a
+    view of the flat tensor.
 
-    parts: {parameter: number of elements in its gradient}, in the order of the bucket.
+    parts: {name of the parameter: number of elements in its gradient}, in the order of the bucket.
     moments: {name of the moment: (elements of the flat tensor, [.grad of each parameter])}, where a
-        .grad is None, the text "view" for a view of the flat tensor, or the elements of a tensor of
-        its own.
+        .grad is None, the text "view" for a view of the flat tensor, or a list of numbers for a
+        tensor of its own.
 
-    The alt text states all elements. Notebook 04.
+    The alt text states all elements. Used in notebook 04.
     """
     numels, length = list(parts.values()), sum(parts.values())
     fills = [colour(number) for number, numel in enumerate(numels) for _ in range(numel)]
@@ -363,11 +363,14 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     """Draw a flat buffer as two bars: the parameters in it, and below them the shard of each rank.
 
-    numels: {parameter: number of elements}, in the order of the buffer. A name is left out where
-        its bar is too short for it.
-    world_size: the number of ranks, whose shards are equally long: the buffer is padded at the end.
+    A shard is the part of the buffer that one rank keeps. All are equally long, so the buffer may
+    be padded at its end.
 
-    The alt text states where each parameter begins and ends. Notebook 07.
+    numels: {name of the parameter: number of elements}, in the order of the buffer. A name is left
+        out where its bar is too short for it.
+    world_size: the number of ranks, and so of shards.
+
+    The alt text states where each parameter begins and ends. Used in notebook 07.
     """
     used = sum(numels.values())
     length = math.ceil(used / world_size)
@@ -405,13 +408,13 @@ def byte_bars(
 ) -> Picture:
     """Draw bytes of memory as stacked bars: a bar for each row, a segment for each kind of memory.
 
-    A bar's total is written at its right end. A dashed line marks one GPU's memory, `GPU_BYTES`.
+    A bar's total is written at its right end. A dashed line marks a GPU's memory of 80 GB.
 
     rows: {label of the bar: {kind of memory: bytes}}, with the kinds of `ddpkit.memory.KINDS`.
     title: the heading of the chart and of its alt text.
     chosen: the label of a bar to highlight, or None.
 
-    The bytes don't depend on the machine, so the alt text states them. Notebooks 06 and 07.
+    The bytes don't depend on the machine, so the alt text states them. Used in notebooks 06 and 07.
     """
     used = set().union(*rows.values())
     colours = {kind: KIND_COLOURS[kind] for kind in memory.KINDS if kind in used}
@@ -438,10 +441,11 @@ def byte_bars(
 def zero_grid(world_size: int) -> Picture:
     """Draw which part of the model states each rank keeps in ZeRO's stages 0 to 3.
 
-    The grid has a row for each stage and a column for each rank. In a cell, parameters, gradients
-    and optimizer state are bands as high as their bytes for each parameter, and the part that the
-    rank keeps is coloured: all of a band, or 1/`world_size` of it. So areas are bytes. Training is
-    in mixed precision with AdamW, as in figure 1 of the ZeRO paper. Notebook 07.
+    The grid has a row for each stage and a column for each rank. A cell has three bands, for
+    parameters, gradients and optimizer state, each as high as its bytes for one parameter. The part
+    of a band that the rank keeps is coloured, which is all of it or 1/`world_size`; so coloured
+    areas are proportional to bytes. Training is in mixed precision with AdamW, as in figure 1 of
+    the ZeRO paper. Used in notebook 07.
     """
     kinds = memory.PRECISIONS["mixed"]._asdict()
     figure, (axes,) = chart("Who keeps what", 600)
@@ -470,12 +474,12 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw a bar for each way to compute a result: how many numbers it reads and writes.
+    """Draw how many numbers several ways to compute a result read and write, a bar for each way.
+
+    A bar stacks the two, and their sum is written at its end. Used in notebook 08.
 
     counts: {name of the way: (numbers read from memory, numbers written to it)}, in multiples of N,
-        the length of a row. A bar stacks the two; their sum is written at its end.
-
-    Notebook 08.
+        the length of a row.
     """
     figure, (axes,) = chart("Numbers moved", 150 + 58 * len(counts))
     colours = {"read": page.BLUE, "written": (page.BLUE, page.PALER)}
@@ -511,12 +515,13 @@ def fitted(
     sets of points.
 
     fit: the model, which predicts seconds from bytes.
-    measured: the points that the model was fitted to, drawn full. All have the algorithm and the
-        number of ranks of the first one.
-    held_out: points that the model wasn't fitted to, drawn hollow: they show whether it predicts.
-    title: the heading. It says "emulated" if the times are those of an emulated link.
+    measured: the measurements that the model was fitted to, drawn as full points. All have the
+        algorithm and the number of ranks of the first one.
+    held_out: measurements that the model wasn't fitted to, drawn as hollow points, which show
+        whether it predicts.
+    title: the heading; it should say so if the link between ranks was emulated.
 
-    The alt text counts the points and states no time. Notebook 02.
+    The alt text counts the points and states no time. Used in notebook 02.
     """
     algorithm, world_size, *_ = measured[0]
     name = f"{algorithm}, {world_size} ranks"
@@ -553,20 +558,20 @@ def crossing(
     measured: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """Draw the predicted times of algorithms against tensor size, and which is the fastest where.
+    """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
     Both axes are logarithmic. A circle and a dashed line mark each size from which on another
     algorithm is the fastest.
 
-    model: the cost model that the lines follow.
+    model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`.
     world_size: the number of ranks.
     measured: times with this number of ranks, drawn as points; other algorithms than those named
         are left out.
-    title: the heading. It says "emulated" if the times are those of an emulated link.
+    title: the heading; it should say so if the link between ranks was emulated.
 
-    The alt text names the fastest algorithms in the order of sizes, and states no number. Notebook
-    02.
+    The alt text names the fastest algorithms, from small sizes to large, and states no number. Used
+    in notebook 02.
     """
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]
@@ -619,14 +624,15 @@ def takeovers(
 def _fastest(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int, nbytes: float
 ) -> str:
-    """Return the algorithm that the model predicts to be fastest. nbytes: of a rank's tensor."""
+    """Return the algorithm that the model predicts to be the fastest for a tensor of `nbytes`."""
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 
 def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label: str, **style):
     """Draw one algorithm into a chart: the model's prediction as a line, measurements as points.
 
-    sizes: the bytes of the tensors for which the line is computed.
+    axes: matplotlib's chart. model: the `CostModel` that predicts seconds from bytes.
+    sizes: the tensor sizes, in bytes, for which the line is computed.
     measured: this algorithm's measurements. label: the text for the legend.
     style: matplotlib's "color" and "marker".
     """
@@ -666,12 +672,13 @@ def tries(
     par: float | None = None,
     bound: float | None = None,
 ) -> Picture:
-    """Draw the tries at an exercise that is scored by two numbers, both better when smaller.
+    """Draw a reader's tries at an exercise that is scored by two numbers, both better when smaller.
 
-    made: the two numbers (x, y) of each try, in the order in which they were made. A try that
-        another one matches or beats in both numbers is hollow.
+    made: the two scores (x, y) of each try, in the order of the tries; a line connects them. A try
+        is hollow if another one is at least as good in both scores.
     labels: the names of x and y, with their units.
-    par: the library's own x, a dashed line. bound: the edge of a grey area; no x can be smaller.
+    par: the x that the library's own solution reaches, drawn as a dashed line; None for no line.
+    bound: the smallest x that is possible; the area below it is grey. None for no area.
     """
     figure, (axes,) = chart("Your tries", 330)
     xs, ys = zip(*made, strict=True)

@@ -1,6 +1,8 @@
-"""Offer `ddpkit.exercises` and its command, `python -m ddpkit.exercises`, under another name.
+"""Offer the exercises of `ddpkit.exercises`, which check a reader's answers, under a short name.
 
-Notebooks say `from ddpkit.lesson import check`, then `check.broadcast(broadcast)`.
+Notebooks say `from ddpkit.lesson import check`; then `check.broadcast(broadcast)` checks the
+reader's function `broadcast`. `python -m ddpkit.lesson.check` runs the same command as
+`python -m ddpkit.exercises`.
 """
 
 import sys

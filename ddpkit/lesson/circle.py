@@ -18,9 +18,10 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
-    It can if 3 to 8 ranks send messages hop by hop, a hop being those that travel at the same time.
-    In each hop every rank must send one message to its right neighbour, rank + 1, from the first of
-    its buffers. And at the end no rank's first buffer may hold more elements than there are ranks.
+    It can if 3 to 8 ranks send messages hop by hop, where a hop is the set of messages that travel
+    at the same time. In each hop every rank must send one message, from the first of its buffers,
+    to its right neighbour, which is rank + 1 or, for the last rank, 0. At the end no rank's first
+    buffer may hold more elements than there are ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of frames gives False.
@@ -40,19 +41,20 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
 
 
 def place(rank: float, world_size: int) -> tuple[float, float]:
-    """Return the pixel coordinates (x, y) of a rank's centre; clockwise, with rank 0 at the top.
+    """Return the pixel coordinates (x, y) of a rank's centre on the circle.
 
-    A fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
+    Ranks are placed clockwise, with rank 0 at the top. A fractional rank lies between its
+    neighbours: 0.5 is halfway between ranks 0 and 1.
     """
     angle = 2 * math.pi * rank / world_size - math.pi / 2
     return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
 
 
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
-    """Return the owners of the elements in a rank's first buffer, in order, one for each cell.
+    """Return the owner of each element in a rank's first buffer; each is drawn as a cell.
 
-    An owner is the rank that the number came from, a frozenset of ranks if it is the sum of their
-    numbers, or None if that isn't known.
+    The owner of an element is the rank that the number came from, a frozenset of ranks if it is the
+    sum of their numbers, or None if that isn't known.
     """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
@@ -60,7 +62,7 @@ def cells_of(frame: Frame, rank: int) -> list[Owner]:
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
     """Return the pixel coordinates (x, y) of a cell's upper left corner.
 
-    index: of the cell, from 0. cells: the number of cells that this rank has, in one row.
+    index: the cell's position in its rank's row, from 0. cells: the number of cells in that row.
     """
     x, y = place(rank, world_size)
     return x - (cells * (CELL + GAP) - GAP) / 2 + index * (CELL + GAP), y - 4
@@ -69,7 +71,8 @@ def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[floa
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
-    frame: of a hop, or of the end, as `film.hop_by_hop` returns them. Its event has the alt text.
+    frame: one that `film.hop_by_hop` returns, for a hop or for the end; the text of its event is
+        the picture's alt text.
     title: the line above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)
@@ -118,7 +121,7 @@ def _draw_message(canvas: Canvas, message: Frame, world_size: int):
 
     In the browser they travel from the sender's cells to those of the receiver.
 
-    message: the frame of one message, as in `Frame.sent`.
+    message: the frame of a single message, one of those in `Frame.sent`.
     """
     event, (_, marked) = message.event, message.marked[message.event.rank]
     cells = len(cells_of(message, event.rank))

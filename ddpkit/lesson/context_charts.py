@@ -1,9 +1,9 @@
 """Draw the animation and the charts of notebook 13, and compute what they show, on its ranks.
 
 The animation steps through ring attention, in which keys and values travel from rank to rank, one
-rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop.
-These were really computed: `blocks_computed` notes them on every rank. The charts show bytes sent
-by number of key/value heads, and the load of experts.
+rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,
+as `blocks_computed` noted them in a real run. The charts show bytes sent by number of key/value
+heads, and the load of experts.
 """
 
 import time
@@ -41,9 +41,9 @@ def blocks_computed(
 ) -> tuple[list[Seen], float]:
     """Run ring attention on this rank, and note which blocks of the score matrix it computes.
 
-    Return (blocks, share of the time in which the rank computed rather than waited). A block is
-    (hop, chunk of queries, chunk of keys, is it on the diagonal), in the order of computing; in hop
-    h the rank has the keys of rank − h. Call it on all ranks.
+    Return (blocks in the order of computing, share of the time in which the rank computed rather
+    than waited). A block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal);
+    in hop h the rank has the keys of rank − h. Call it on all ranks.
 
     deal: for each rank, the indices of the two chunks of the sequence that it has.
     causal: leave out blocks whose keys all come after the queries.
@@ -94,10 +94,11 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
     """Run causal attention over a sequence that the ranks share, forward and then backward.
 
     Launch it on every rank, and hand the run to `sent`, which counts the bytes of each pass: it
-    tells the passes apart by the barrier between them. Each rank has 8 tokens, and each head 16
-    numbers for a token.
+    tells the passes apart by the barrier between them. Each rank has 8 tokens, for each of which a
+    head has 16 numbers.
 
-    scheme: a key of `SCHEMES`. dtype: of queries, keys and values.
+    scheme: "ring", "zigzag", "all-gather" or "all-to-all", a key of `SCHEMES`.
+    dtype: the dtype of queries, keys and values.
     heads: the number of query heads. kv_heads: the number of key heads, and of value heads.
     """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
@@ -110,12 +111,11 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 def sent(run) -> tuple[int, int, int]:
     """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
 
-    The bytes are those that the rank sends.
+    The bytes are those that rank 0 sends, computed from the records of its messages and collective
+    calls. With W ranks, an all-gather sends its part W − 1 times; of any other collective's bytes,
+    the W − 1 of W parts for other ranks are counted. Receives and the barrier aren't counted.
 
-    run: what `launch` returned. Its records of rank 0 have the bytes of each message and collective
-        call. An all-gather sends its part to each of the others; of any other collective's bytes,
-        the W − 1 parts for other ranks are counted. Receives and the barrier aren't counted as
-        calls.
+    run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
     """
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record
@@ -132,9 +132,11 @@ def sent(run) -> tuple[int, int, int]:
 def learn(model: nn.Module, loss_of, optimizer_cls, synchronize=lambda: None) -> Tensor:
     """Train a model for three steps; return the losses as a detached tensor of shape (3,).
 
-    loss_of: called without arguments; runs forward and returns the loss, a scalar tensor.
+    model: trained in place. loss_of: called without arguments; it runs forward and returns the
+        loss, a scalar tensor.
     optimizer_cls: called as optimizer_cls(model.parameters(), lr=0.1).
-    synchronize: called after each backward, before the optimizer's step, say to average gradients.
+    synchronize: called after each backward, before the optimizer's step, to average gradients, for
+        example.
     """
     optimizer = optimizer_cls(model.parameters(), lr=0.1)
     losses = []
@@ -155,12 +157,12 @@ CELL, TOP = 33, 96
 def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> StepThrough:
     """Return a widget with a slider over the hops of ring attention, several deals side by side.
 
-    A deal says which chunks of the sequence each rank has, and a picture shows for each deal the
-    matrix of scores with the blocks that ranks compute in that hop.
+    A deal says which chunks of the sequence each rank has. A picture shows for each deal the matrix
+    of scores, with the blocks that ranks compute up to that hop.
 
-    runs: {name of the deal: for each rank, (blocks, share of time)}, with blocks in the form (hop,
-        chunk of queries, chunk of keys, is it on the diagonal). That is what `blocks_computed`
-        returns on each rank; the share isn't used. All runs have the same number of ranks.
+    runs: {name of the deal: for each rank, what `blocks_computed` returned}, which is (blocks,
+        share of time); the share isn't used. A block is (hop, chunk of queries, chunk of keys,
+        whether it is on the diagonal). All runs have the same number of ranks.
     """
     by_deal = {}
     for name, run in runs.items():
@@ -181,7 +183,7 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
     A block on the diagonal counts as a half.
 
     by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, is it on the diagonal)}.
+        keys, whether it is on the diagonal)}.
     """
     said = []
     for name, ranks in by_deal.items():
@@ -190,9 +192,10 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
 
 
 def computed(seen: list[Seen], hop: int) -> float:
-    """Return how many blocks a rank computes in a hop; one on the diagonal counts as a half.
+    """Return how many blocks a rank computes in a hop; a block on the diagonal counts as a half.
 
-    seen: its blocks, (hop, chunk of queries, chunk of keys, is it on the diagonal), of all hops.
+    seen: the rank's blocks of all hops, each (hop, chunk of queries, chunk of keys, whether it is
+        on the diagonal).
     """
     return sum(0.5 if diagonal else 1.0 for at, *_, diagonal in seen if at == hop)
 
@@ -205,7 +208,7 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
     frame. Blocks of later hops are white, and those that no rank computes grey.
 
     by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, is it on the diagonal)}.
+        keys, whether it is on the diagonal)}.
     text: the picture's alt text.
     """
     ranks = len(next(iter(by_deal.values())))
@@ -234,8 +237,8 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
 def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
     """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
 
-    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, is it on the
-        diagonal).
+    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, whether it is
+        on the diagonal).
     """
     found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
     # The blocks of this hop are drawn last, so that no other block covers their frames.
@@ -255,11 +258,11 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
     """Return what a rank sends in the forward pass, in units of one head's keys on that rank.
 
-    One head's keys are (tokens of the rank) × (numbers of a head); multiplied by their bytes, the
-    result is the bytes that the rank sends.
+    One head's keys are (tokens of the rank) × (numbers of a head). The bytes that the rank sends
+    are the result times the bytes of these.
 
     scheme: "ring" for ring attention; anything else is the all-to-all of heads for tokens.
-    heads, kv_heads: the numbers of heads of queries, and of keys and values.
+    heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
     """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
     return 2 * (world_size - 1) / world_size * heads_sent
@@ -274,14 +277,12 @@ def crossing(
     """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
 
     Lines follow the formula of `sent_for_a_key`, dotted where an all-to-all can't run; points are
-    what the records of a run say. A dashed line marks the number of heads for which ring and
-    all-to-all send equally much.
+    the bytes in the records of a run. A dashed line marks the number of heads for which ring and
+    all-to-all send equally much. The alt text states it, and the most bytes that were measured.
 
-    measured: {"ring": {heads of keys and values: bytes}, "all-to-all": the same}.
-    heads: the number of heads of queries.
+    measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}.
+    heads: the number of query heads. world_size: the number of ranks.
     unit: the bytes of one head's keys on a rank.
-
-    The alt text states where both are equal, and the most bytes that were measured.
     """
     title = f"Sent by each of {world_size} ranks in forward, {heads} heads"
     figure, (axes,) = chart(title, 460)
@@ -304,18 +305,18 @@ def crossing(
     return Picture(figure, f"{title}: equal at {even:.3g} heads of k and v; at most {size(most)}.")
 
 
-EVERY = 8  # steps that a mean is taken over
+EVERY = 8  # steps over which a mean is taken
 
 
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
     """Draw each expert's share of the tokens' choices over time, a panel for each training.
 
-    shares: {name of the training: for each step, the share of each expert}. The shares of a step
-        add up to 1, and the number of steps is a multiple of `EVERY`, over which means are drawn.
-
     An expert's index is written on its band if the share is over 6 % at the end. Colours repeat
-    after 8 experts. The alt text says how far the fullest expert is above its fair share in the
+    after 8 experts. The alt text says how many times its fair share the fullest expert has at the
     end.
+
+    shares: {name of the training: for each step, the share of each expert}. The shares of a step
+        add up to 1. The number of steps is a multiple of `EVERY` (8); means over as many are drawn.
     """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []
@@ -340,6 +341,6 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
 def fullest(shares: Sequence[float]) -> float:
     """Return the largest share, in multiples of the fair share: 1.0 if all experts have the same.
 
-    shares: a number for each expert, of any sum.
+    shares: the share of each expert; they needn't add up to 1.
     """
     return max(shares) * len(shares) / sum(shares)

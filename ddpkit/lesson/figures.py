@@ -2,8 +2,8 @@
 
 Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
 shows, which serves as its alt text. Each figure shows one thing, and its alt text states no
-measured time. A run, where one is drawn, is what `launch` returned; its records of each rank's
-calls are in `run.wire`.
+measured time. The functions that draw a run take what `launch` returned; `run.wire` has the records
+of each rank's calls.
 """
 
 import math
@@ -22,13 +22,11 @@ def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
     A number has the colour of the rank that it came from, found by its value; it is grey if it
-    comes from several ranks, as a sum does, or if several had it.
+    comes from several ranks, as a sum does, or if several had it. Used in notebook 01.
 
-    pairs: for each rank, (before, after), for instance a run whose function returned that pair.
-        Each is a tensor or list of any length, or None if the rank has nothing yet.
+    pairs: for each rank, (before, after), for example what `launch` returned if the function
+        returned that pair. Each is a tensor or list of any length, or None for nothing.
     title: the heading of the picture and of its alt text, which states all numbers.
-
-    Notebook 01.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = find_owners(before, after)
@@ -57,10 +55,11 @@ class Change:
         Numbers are a list, or None if there are none. A number's owner is the rank that
         contributed it, a frozenset of ranks for a sum over them, or None if that is unknown.
 
-    Attributes computed from `by_rank`:
-    cell, per_line: the width of a cell in pixels, and the most cells in a line before and after,
-        the same for all ranks, so that rows are aligned.
-    width: the drawing's, in pixels. middles: the x of the centres of its halves, before and after.
+    Attributes computed from `by_rank`, the same for all ranks, so that rows are aligned:
+    cell: the width of a number's box, in pixels. per_line: the most boxes in a line, [before,
+        after].
+    width: the width of the drawing, in pixels. middles: (before, after), the x of the centres of
+        its two halves, in pixels from its left edge.
     """
 
     ARROW = 84
@@ -76,12 +75,15 @@ class Change:
         self.middles = left / 2, left + self.ARROW + right / 2
 
     def lines(self, rank: int) -> int:
-        """Return how many lines of cells this rank's drawing needs, each `page.ROW` pixels high."""
+        """Return how many lines the numbers of `rank` take, each `page.ROW` pixels high."""
         sides = zip(self.by_rank[rank], self.per_line, strict=False)
         return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
     def draw(self, canvas: Canvas, x: float, y: float, rank: int) -> None:
-        """Draw the numbers of one rank and the arrow; (x, y) is the upper left corner."""
+        """Draw one rank's numbers before the call, an arrow, and its numbers after the call.
+
+        x, y: the upper left corner of the drawing, in pixels. rank: a key of `by_rank`.
+        """
         before, after, owners = self.by_rank[rank]
         own = [rank] * len(before or ())
         canvas.cells(x, y, before, own, self.cell, self.per_line[0])
@@ -129,7 +131,7 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
     The words are like "ranks 0 and 2", or "every rank" if all have the same text. Groups are in the
     order of their lowest ranks.
 
-    texts: one for each rank, in order.
+    texts: the text of each rank, in the order of ranks.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -169,9 +171,9 @@ def traffic(run_or_runs) -> Picture:
     """Draw the bytes that each rank sent and received, a panel for each run.
 
     Each panel and the alt text state the total and the busiest rank. Only messages (sends and
-    receives) are counted: what torch's own collectives send isn't recorded.
+    receives) are counted, because what torch's own collectives send isn't recorded.
 
-    run_or_runs: a run, or {name: run}; all panels share a scale.
+    run_or_runs: the `Run` that `launch` returned, or {name: Run}; all panels share a scale.
     """
     runs = run_or_runs if isinstance(run_or_runs, dict) else {"": run_or_runs}
     found = {name: (sent_bytes(run), received_bytes(run)) for name, run in runs.items()}
@@ -207,9 +209,9 @@ def traffic(run_or_runs) -> Picture:
 
 
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
-    """Return two texts about a run: the bytes sent in all, and the rank that moved most bytes.
+    """Return two texts about a run: the bytes sent in all, and which ranks moved most bytes.
 
-    sent, received: bytes by rank.
+    sent, received: for each rank, the bytes that it sent, and the bytes that it received.
     """
     both = [out + into for out, into in zip(sent, received, strict=True)]
     if not any(both):
@@ -228,6 +230,8 @@ def hops(run) -> Picture:
     A hop is a set of messages that can travel at the same time: each is one hop later than the last
     message that its sender or receiver had to finish before it. Only messages (sends and receives)
     are drawn, since those inside torch's own collectives aren't recorded. The alt text lists them.
+
+    run: what `launch` returned.
     """
     rows, world_size = hops_of(run), len(run.wire)
     step, left, top = min(220, (page.WIDEST - 120) / world_size), 110, 62
@@ -259,13 +263,15 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
     A rank has two lanes: its program above, its communication below. Where the lower lane is busy
     while the upper one computes, the two overlap. A run in which no rank made a call is left out;
-    if that is true of all, the picture says so in words.
+    if that is true of all runs, the picture says so in words.
 
-    run_or_runs: a run, or {name: run}, drawn as stacked panels with a shared time axis.
-    after: leave out all up to each rank's last call of this operation, say "broadcast". None: draw
-        everything.
-    backward: the ranks' function returned the time, by `time.perf_counter()`, at which its last
-        backward began; the upper lane is darker from there on.
+    run_or_runs: the `Run` that `launch` returned, or {name: Run}, drawn as stacked panels with a
+        shared time axis.
+    after: the name of an operation, such as "broadcast": each rank's time up to the end of its last
+        call of that operation isn't drawn. None: draw everything.
+    backward: whether the launched function returned, on each rank, the time by
+        `time.perf_counter()` at which its last backward began; the upper lane is then darker from
+        that time on.
 
     The alt text counts calls and states no time.
     """
@@ -310,7 +316,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
 
 
 def in_words(text: str) -> Picture:
-    """Return a picture of a text, to stand where there is nothing to draw."""
+    """Return a picture that shows only a line of text, for when there is nothing to draw."""
     canvas = Canvas(720, 60)
     canvas.text(canvas.width / 2, 30, text)
     return canvas.picture(text)
@@ -321,12 +327,14 @@ class Part:
 
     All times are in seconds, by the clock of `time.perf_counter()`.
 
-    run: the whole run. after: the operation's name, say "broadcast"; None for the whole run.
+    run: what `launch` returned. after: the name of an operation, such as "broadcast"; None for the
+        whole run.
     wire: for each rank, the records of its calls in this part.
     begun: for each rank, the end of that last call; if it made none, the time at which it made its
         first call, or inf if it made no call at all.
-    start, end: the earliest of `begun`, and the latest time in the records of any rank.
-    link: the emulated link in words, or "". calls: how often each rank made each call, in words.
+    start, end: the earliest time in `begun`, and the latest time in the records of this part.
+    link: the emulated link in words, "" if there was none.
+    calls: how often each rank called each operation in this part, in words.
     """
 
     def __init__(self, run, after: str | None):
@@ -346,20 +354,21 @@ class Part:
     def streams(self, rank: int) -> list[str]:
         """Return the names of the GPU streams that carry a rank's calls, in order of first use.
 
-        Each gets a lane. On a CPU there is one, named "".
+        `timeline` draws a lane for each stream. Calls on a CPU are all in one, named "".
         """
         return list(dict.fromkeys(record.stream for record in self.wire[rank]))
 
     def spans(self, times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Convert times (begin, end) in seconds to (begin, length) in milliseconds.
+        """Convert each (begin, end) in seconds to (begin, length) in milliseconds, to be drawn.
 
-        Beginnings count from the part's start.
+        times: by the clock of `time.perf_counter()`. The beginnings that are returned count from
+            the start of this part of the run.
         """
         return [(1e3 * (begin - self.start), 1e3 * (end - begin)) for begin, end in times]
 
 
 def _say_calls(records: Sequence) -> str:
-    """Return how often each operation was called, in words: "2 sends, 1 recv" or "no calls"."""
+    """Return how often each operation is called in these records: "2 sends, 1 recv", "no calls"."""
     made = Counter(record.op for record in records)
     return ", ".join(count(many, op) for op, many in made.items()) or "no calls"
 
@@ -372,7 +381,8 @@ def last_known(records: Sequence) -> float:
 def _draw_program(axes, part: Part, rank: int, turned: float | None):
     """Draw the upper lane of a rank: grey where it computes, white where it waits.
 
-    turned: the time at which backward began, up to which grey is lighter; None for one shade.
+    turned: the time at which backward began, by `time.perf_counter()`; before it the grey is
+        lighter. None for one shade.
     """
     records = part.wire[rank]
     last = last_known(records)
@@ -392,12 +402,12 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     """Draw the lower lane of a rank: a box for each call, from its beginning to its end.
 
     On a GPU each stream has a lane of its own, the first on top. Where calls overlap, the one that
-    ends first lies in front, so that the longer one stays visible after it. Return {initials: name}
-    of the calls on which only initials are written.
+    ends first lies in front, so that the longer one stays visible after it. Return {initials: name
+    of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
     longest: the seconds that the time axis spans.
-    named: write on each box the call's name or its initials, if there is room. It is never done
-        where there are several streams.
+    named: whether to write the operation's name or its initials on each box that has room. With
+        several streams nothing is written.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about
@@ -427,7 +437,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
 
 
 def worlds(world_size: int) -> Picture:
-    """Draw 1 to 8 ranks on this machine: a process with its own memory for each, above the CPU."""
+    """Draw `world_size` ranks, 1 to 8, on one machine: processes with their memory, above a CPU."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

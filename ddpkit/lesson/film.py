@@ -30,10 +30,11 @@ Cells = list[tuple[float | None, Owner]]
 def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
     """Return the ranks whose numbers are added up in `total`, if it is the sum of `cells`.
 
-    Return None if it isn't, or if a value or an owner is unknown. Sums may differ by rounding, 1e-6
-    of their size.
+    Return None if it isn't, or if a value or an owner is unknown. A relative difference of 1e-6 is
+    allowed, because of rounding.
 
-    cells: (value, owner) of each number, where an owner is a rank or a frozenset of ranks.
+    cells: (value, owner) of each number; the owner is the rank that it came from, a frozenset of
+        ranks if it is a sum over them, or None if unknown.
     """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
@@ -52,15 +53,15 @@ class Frame:
     The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it is a
     sum over several, or None if that is unknown. A hop is all messages that travel side by side.
 
-    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is its index
-        in the run's records, or the name of the collective that returned it.
-    flying: (sender, receiver) of each message in flight.
+    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
+        that the run's records give it or, for the result of a collective call, the call's name.
+    flying: (sender, receiver) of each message in flight other than the event's own.
     status: {rank: what is wrong with it, in words}, as known at that point.
-    wrong: the events so far that went wrong.
-    marked: {rank: (buffer, range of indices)}, the elements that the event's message moves.
+    wrong: the events up to this one that went wrong.
+    marked: {rank: (buffer, range of indices)} of the elements that the event's message moves.
     owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
-    holdings: for each rank, its `Holdings` at the end; only in the last frame of `film`.
+    holdings: for each rank, its `Holdings` at the end; only in the last frame that `film` returns.
     """
 
     event: Event
@@ -77,11 +78,14 @@ class Frame:
 class Holdings:
     """The buffers of one rank, each number with its owner, kept up to date from record to record.
 
-    records: the records of all the rank's calls, in order. A buffer is known as far as these show
-        its contents.
+    The owner of a number is the rank that it came from, or a frozenset of ranks if it is their sum.
+
+    rank: the rank. records: the records of all its calls, in order; a buffer is known as far as
+        these show its contents.
     buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
     heard: whether the rank has received anything yet; until then all its numbers are its own.
-    arrived: (buffer, cells) of each message that came since a number was last seen to change.
+    arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
+        was last seen to change.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -92,15 +96,15 @@ class Holdings:
             self.look(record, record.issued)  # its contents before anything arrives
 
     def look(self, record: Record, moment: float) -> None:
-        """Take the contents of a buffer from a record, except where a message may be arriving.
+        """Update a buffer from a record that shows its contents, except where a message may arrive.
 
-        record: of a call whose `memory` is (buffer, offset, all numbers in the buffer). If it is
-            None, nothing happens.
+        record: the record of one of this rank's calls. Its `memory` is (buffer, offset of the
+            call's tensor, all numbers in the buffer); if `memory` is None, nothing happens.
         moment: the time, by this rank's clock, at which the contents were read. Elements that a
             receive may have been writing by then are left as they are.
 
-        If a buffer is first seen in a receive, its values stay unknown here: `take` fills in those
-        of the message.
+        If a buffer is first seen in a receive, its values stay unknown here, since `take` fills in
+        those of the message.
         """
         if record.memory is None:
             return
@@ -125,7 +129,8 @@ class Holdings:
         that have arrived in other buffers, it belongs to the owners of all of these. Otherwise it
         is this rank's own if the rank has received nothing yet, and of unknown owner if it has.
 
-        contents: all numbers of the buffer, as many as it had.
+        which: a key of `buffers`.
+        contents: all numbers that the buffer holds now, as many as before.
         hidden: indices that a message is still being written into; these are not updated.
         """
         known = self.buffers[which]
@@ -144,8 +149,9 @@ class Holdings:
     def take(self, record: Record, owners: list) -> None:
         """Put a message that arrived into its buffer, with the owners that it brings.
 
-        record: of the receive. If its `memory` is None, the rank is only noted to have received.
-        owners: one for each number of the message; if they are fewer, the rest are unknown.
+        record: the record of the receive call. If its `memory` is None, only `heard` is set.
+        owners: the owner of each number of the message; if the list is shorter than the message,
+            the remaining owners are unknown.
         """
         self.heard = True
         if record.memory is None:
@@ -161,8 +167,8 @@ class Holdings:
     def owners_of(self, record: Record) -> list:
         """Return the owner of each number in a message that this rank sends, in order.
 
-        record: of the send. If it doesn't show the buffer, the numbers count as the rank's own
-            until it has received anything, and as unknown (None) from then on.
+        record: the record of the send call. If its `memory` is None, the owner of every number is
+            this rank until it has received anything, and None (unknown) from then on.
         """
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
@@ -171,12 +177,13 @@ class Holdings:
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """Put the result of a collective call into this rank's buffer.
 
-        The operations in `IN_PLACE` change the buffer that the record names; the result of any
-        other becomes a buffer of its own, under the operation's name.
+        An all_reduce, broadcast or reduce (`IN_PLACE`) changes the buffer that its record's
+        `memory` names. Any other result, or one without `memory`, becomes a buffer whose key is the
+        operation's name.
 
-        record: of this rank's call.
-        after: the rank's numbers after the call. If it is None or empty, nothing happens.
-        owners: one for each of these numbers.
+        record: the record of this rank's call.
+        after: the numbers that the call gave the rank. If it is None or empty, nothing happens.
+        owners: the owner of each of these numbers.
         """
         if not after:
             return
@@ -197,24 +204,24 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Return the indices, in its buffer, of the numbers that a message moves.
+    """Return the range of indices, within the rank's buffer, of the numbers that a call moves.
 
-    record: of a send or receive whose `memory` isn't None.
+    record: the record of the call, such as a send or receive; its `memory` must not be None.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
-    """Return the same indices as `place`, as a slice of the buffer."""
+    """Return the part of the rank's buffer whose numbers a call moves; `place` as a slice."""
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Turn the events of a run into a film: for each, a frame with every rank's numbers after it.
+    """Return a frame for each event of a run: a picture of every rank's numbers just after it.
 
     The last frame also has the `Holdings` of all ranks. If there are no events, the list is empty.
 
-    events: of `replay`, in order.
+    events: what `replay` returned, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
@@ -252,14 +259,14 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 
 
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
-    """Merge a film's frames into one for each hop, and one for the end; return them in order.
+    """Merge the frames of single messages into one for each hop, and add one for the end.
 
     A hop is a set of messages that can travel at the same time. Its frame shows its messages on
     their way, and those of earlier hops as arrived; the last frame shows what ranks hold in the
     end.
 
-    frames: of `film`; all their events are sends and receives, and every message was received.
-    run: the run that the film shows, or the LaunchError of a failed one.
+    frames: what `film` returned. All events are sends and receives, and every message was received.
+    run: the `Run` that the frames show, or the LaunchError of a failed launch.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -288,11 +295,12 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
-    If a rank returned as many numbers as its first buffer holds, they replace that buffer's. The
-    last sum of a reduce-scatter, for example, is in no message.
+    If a rank's function returned as many numbers as the rank's first buffer holds, they replace
+    those in the buffer. They may show what no message did, such as the last sum of a
+    reduce-scatter. `last.holdings` is changed in place.
 
-    last: the last frame of `film`.
-    run: the run that it shows, or the LaunchError of a failed one, in which ranks returned nothing.
+    last: the last frame that `film` returned.
+    run: the `Run` that it shows, or the LaunchError of a failed launch, which returned nothing.
     """
     returned = [] if isinstance(run, LaunchError) else run
     for holdings, result in zip(last.holdings, returned, strict=False):

@@ -18,17 +18,17 @@ SAID = "font-size: 13px; line-height: 1.4; white-space: pre-wrap; margin: 6px 0"
 
 
 def introduce_and_add() -> list[float]:
-    """Print this rank's process id; return the sum over all ranks of four elements.
+    """Print this rank's process id; return four sums over all ranks of the number 10^rank.
 
-    It is launched on every rank, and each element is 10^rank. The sum travels round a ring.
+    To be called on every rank of a launch. `ring_all_reduce` computes the sums.
     """
     print(f"here I am, pid {os.getpid()}")
     x = torch.full((4,), 10.0 ** dist.get_rank())
     return ring_all_reduce(x).tolist()
 
 
-# The source of what the buttons launch, by their labels. It is a text and no function of this file,
-# because an error's report names lines of the reader's own code only, none of ddpkit's.
+# {label of a button: source of the function that it launches}. The sources are texts, because an
+# error's report shows lines of the reader's own code only, and none of ddpkit's.
 BREAKS = {
     "kill rank 2": """def die():
     if dist.get_rank() == 2:
@@ -47,10 +47,11 @@ BREAKS = {
 def written_by_a_reader(source: str) -> Callable[[], None]:
     """Return the function that `source` defines, as if a reader had typed it into a cell.
 
-    If it fails on a rank, the report shows the lines of `source`: reports leave out lines of
+    If the function fails on a rank, the error report shows its lines. Reports leave out lines of
     ddpkit's own files, so a function of this module would be shown without any.
 
-    source: begins with "def NAME("; it may use `os`, `torch` and `dist`.
+    source: the source of the function. It begins with "def NAME(", and it may use `os`, `torch` and
+        `dist`, which is torch.distributed.
     """
     scope = {"os": os, "torch": torch, "dist": dist}
     name = "<below the button>"
@@ -62,12 +63,12 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 class FourRanks(Live):
     """A widget that launches four ranks, which add up round a ring, and shows their messages.
 
-    Creating one launches the ranks. Their messages are animated once, and two buttons launch ranks
-    that fail.
+    Creating one launches the ranks, which takes about as long as any launch. Their messages are
+    animated once, and two buttons launch ranks that fail.
 
     player: the widget that animates the messages, with a slider over the hops.
     report: the HTML widget below the buttons, with the code of the broken function and the error
-        that `launch` raised. The method `box` creates it.
+        that `launch` raised. It exists once `box` has been used.
     """
 
     def __init__(self):
@@ -78,7 +79,7 @@ class FourRanks(Live):
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box with the animation, the buttons and the report."""
+        """Return the ipywidgets box with the animation, the buttons and the report, made once."""
         import ipywidgets
 
         self.report = ipywidgets.HTML()

@@ -1,8 +1,8 @@
 """Draw flash attention for notebook 09: a matrix of scores tile by tile, and its rows' state.
 
 A tile is a block of the matrix, some queries by some keys, that is computed at a time. Only the
-current tile shows its numbers: those of earlier tiles are forgotten by then, those of later ones
-not computed yet.
+current tile shows its numbers, because those of earlier tiles have been forgotten and those of
+later tiles haven't been computed yet.
 """
 
 import itertools
@@ -27,12 +27,13 @@ IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of scores, and the state of its rows after it.
+    """A block of the matrix of scores, and the state of online softmax in its rows after it.
 
-    rows, columns: the queries and the keys of the matrix that it covers.
-    m, correction, ell: for each of its rows, the largest score so far, the factor by which the sum
-        so far was multiplied when that maximum grew, and the sum of e^(score − m) so far.
-    last: whether no more tiles follow in these rows.
+    rows, columns: the indices of the queries and of the keys that the block covers.
+    m, correction, ell: for each of its rows, the largest score so far, the factor by which this
+        tile multiplied the earlier sum because the maximum grew, and the sum of e^(score − m) so
+        far.
+    last: whether this is the last tile of these rows.
     """
 
     rows: range
@@ -44,16 +45,16 @@ class Tile:
 
     @property
     def cells(self) -> set[tuple[int, int]]:
-        """Return (query, key) of each score in the tile."""
+        """Return the indices (query, key) of each score in the tile."""
         return set(itertools.product(self.rows, self.columns))
 
     def row(self, at: int) -> dict[str, str]:
         """Return the state of a row as {heading of a column in the picture: text}.
 
-        The headings are "m", "correction", "ℓ" and "lse".
+        The headings are "m", "correction", "ℓ" and "lse". The last is the log-sum-exp m + ln ℓ,
+        whose text is "" before the row's last tile.
 
-        at: the row's index within the tile, from 0. "lse", the log-sum-exp m + ln ℓ, is "" until
-            the row's last tile.
+        at: the row's index within the tile, from 0.
         """
         m, ell = self.m[at], self.ell[at]
         known = {"m": _typeset(m), "correction": f"× {_typeset(self.correction[at])}"}
@@ -64,8 +65,8 @@ class Tile:
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
     """Yield the tiles of a matrix of scores, those of the first queries first, each with its state.
 
-    scores: (queries, keys), where masked ones are -inf already.
-    tile: the queries and the keys of a tile; those at the edges may have fewer.
+    scores: a matrix of shape (queries, keys), in which masked scores are -inf already.
+    tile: the number of queries and of keys in a tile; tiles at the edges may have fewer.
     causal: skip the tiles in which each key comes after every query.
     """
     queries, keys = scores.shape
@@ -83,14 +84,14 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 
 
 def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
-    """Return a widget that steps through a small matrix of scores tile by tile.
+    """Return a widget that steps through a matrix of attention scores as flash attention does.
 
-    A picture shows one tile, of 2 queries and 2 keys, and the state of each row: maximum,
-    correction, sum, and log-sum-exp at the end.
+    A step shows one tile, of 2 queries and 2 keys, and the state of each row after it, which is its
+    maximum, correction and sum so far, and its log-sum-exp at the end.
 
-    scores: (queries, keys), from 1 × 1 up to `LARGEST` × `LARGEST` finite numbers.
+    scores: a matrix of shape (queries, keys), from 1 × 1 to 8 × 8 (`LARGEST`), all finite.
     causal: mask the scores of keys that come after their query.
-    ValueError: `scores` has another shape, is too large, or has infinities or NaN: take fewer.
+    ValueError: `scores` has another shape, is larger, or contains infinities or NaN.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
     if not fits or not scores.isfinite().all():
@@ -112,7 +113,11 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 
 
 def describe(tile: Tile) -> str:
-    """Return in words which queries and keys a tile covers, and the state of its rows after it."""
+    """Return in words which queries and keys a tile covers, and the state of its rows after it.
+
+    The state is the maximum m, the sum ℓ and its correction, and in the last tile also the
+    log-sum-exp.
+    """
     said = []
     for at, row in enumerate(tile.rows):
         known = tile.row(at)
@@ -124,7 +129,10 @@ def describe(tile: Tile) -> str:
 
 
 def _named(one: str, several: str, span: range) -> str:
-    """Return a range in words: range(3, 4) gives "key 3", range(2, 4) gives "keys 2 to 3"."""
+    """Return a range of indices in words, such as "key 3" for range(3, 4) or "keys 2 to 3".
+
+    one, several: the noun in the singular and in the plural.
+    """
     return f"{one} {span.start}" if len(span) == 1 else f"{several} {span.start} to {span.stop - 1}"
 
 
@@ -136,8 +144,8 @@ def _typeset(value: float) -> str:
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     """Draw the matrix of scores with its current tile, and beside it the state of each row.
 
-    steps: all tiles, in order.
-    step: the number of tiles up to and including the current one, from 1.
+    scores: the matrix, of shape (queries, keys). steps: all its tiles, in order.
+    step: the number of the current tile, counted from 1.
     text: the picture's alt text.
     """
     done, now = steps[:step], steps[step - 1]
@@ -166,7 +174,7 @@ def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     for row, shown in known.items():
         y = TOP + (row + 0.5) * TALL
         canvas.text(LEFT - 12, y, f"query {row}", align="right")
-        for what, said in shown.items():  # in bold, what this tile has changed
+        for what, said in shown.items():  # bold: the rows that this tile has changed
             canvas.text(COLUMNS[what], y, said, bold=row in now.rows)
     looks = {"being computed": IN_WORK, "used and forgotten": GONE, "not computed yet": "white"}
     if len(fills) < queries * keys:

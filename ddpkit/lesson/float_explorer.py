@@ -16,9 +16,11 @@ FIELD_COLOURS = {"sign": page.PINK, "exponent": page.ORANGE, "fraction": page.SK
 class FloatExplorer(Live):
     """A widget that shows a number in every format of `floats.FORMATS`, with bits to flip.
 
-    The reader types a number and chooses a format, whose bits are buttons.
+    The reader types a number and chooses a format; each of its bits in that format is a button,
+    which flips the bit.
 
-    value: the first number, as text for `parse`. format: the first format, a key of `BY_NAME`.
+    value: the initial number as text, such as "0.1" or "1/3". format: the initial format, a key of
+        `BY_NAME`, such as "bf16".
     number: the `floats.Number` whose bits the buttons show.
     entry, choice, buttons: the widgets for the number, the format and the bits, once `box` exists.
     ValueError: `value` is no number, or there is no such format.
@@ -33,10 +35,10 @@ class FloatExplorer(Live):
         super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
-        """Set the number from typed text or, if one is given, from a pattern of bits.
+        """Set the present number from typed text or, if `pattern` is given, from its bits.
 
-        value: the text; it isn't used if there is a pattern. format: a key of `BY_NAME`.
-        pattern: the bits in that format, as a whole number.
+        value: the typed text; it isn't used if there is a pattern. format: a key of `BY_NAME`.
+        pattern: the bits of the number in that format, as an integer, or None.
         ValueError: the text is no number.
         """
         chosen = BY_NAME[format]
@@ -49,7 +51,7 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
-        """Return the number in each format; in the chosen one, with the bits on the buttons."""
+        """Return the present number in each format; the chosen format's is `number` itself."""
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)
@@ -57,14 +59,20 @@ class FloatExplorer(Live):
         return list(found.values())
 
     def look(self) -> tuple[str, Picture]:
-        """Return (caption, picture): the present number in the chosen format, and in all."""
+        """Return (caption, picture) of the present number.
+
+        The caption gives its bits in the chosen format, the picture those in every format.
+        """
         number = self.number
         said = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
         return said, float_bits(self._in_all_formats(), number)
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box with number, format and bits, above the picture."""
+        """Return the ipywidgets box with number, format and bits, above the picture.
+
+        It is created on first use, which also sets `entry`, `choice` and `buttons`.
+        """
         import ipywidgets
 
         self.entry = ipywidgets.Text(continuous_update=False, **named("number"))
@@ -82,14 +90,14 @@ class FloatExplorer(Live):
         return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """Answer a typed number, a chosen format or a flipped bit: show it everywhere.
+        """Update all widgets and the picture after a typed number, chosen format or flipped bit.
 
-        _: the widget's report of its change, which isn't used.
-        pattern: the bits as a whole number, if one was flipped. Otherwise the number is read from
-            the widgets.
+        _: ipywidgets' report of the change, which isn't used.
+        pattern: all bits as an integer, if one of them was flipped; None: read the number and the
+            format from the widgets.
 
-        While `_follow` writes into the widgets nothing happens, since they report those changes as
-        well.
+        While `_follow` writes into the widgets this does nothing, since they report those changes
+        as well.
         """
 
         def changed() -> tuple[str, Picture]:
@@ -116,9 +124,9 @@ class FloatExplorer(Live):
             self._following = False
 
     def _button(self, place: int):
-        """Return the button of one bit, which flips it when it is clicked.
+        """Return a button that flips one bit of the present number when it is clicked.
 
-        place: the bit's position, from 0 for the highest, which is the sign.
+        place: the bit's position in the format, from 0 for the highest bit, which is the sign.
         """
         import ipywidgets
 
@@ -136,9 +144,9 @@ float_explorer = FloatExplorer  # called like the other widgets
 
 
 def parse(text: str) -> float:
-    """Return the number that a text stands for: 0.1, 1e-8, 1/3, inf, nan, -0.
+    """Return the number that a text stands for, such as "0.1", "1e-8", "1/3", "inf", "nan", "-0".
 
-    ValueError: it stands for none: type a decimal number, or two of them with a slash.
+    ValueError: the text is neither a number nor a fraction such as "1/3".
     """
     try:
         return float(Fraction(text)) if "/" in text else float(text)
@@ -148,13 +156,13 @@ def parse(text: str) -> float:
 
 
 def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
-    """Draw the bits of each number in its format, one row for each.
+    """Draw the bits of several floating-point numbers, a row for each number.
 
     Colours tell sign, exponent and fraction apart. Rows are aligned so that the fractions begin
     below each other. The alt text states the bits and the values.
 
-    numbers: one for each row; formats may differ.
-    chosen: the member of `numbers`, the same object, whose row is highlighted.
+    numbers: a number for each row, each in its own format.
+    chosen: the number whose row is highlighted; it must be the same object as in `numbers`.
     """
     cell, left, row = 25, 120, 74
     point = left + cell * (1 + max(number.format.exponent_bits for number in numbers))

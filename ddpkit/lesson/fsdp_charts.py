@@ -15,12 +15,10 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
     Each rank keeps an equal number of rows, rounded up; where rows run out, dashed boxes are
-    padding. The alt text says how many rows of each parameter each rank has.
+    padding. The alt text says how many rows of each parameter each rank has. Used in notebook 12.
 
-    lengths: {parameter: number of rows, which is the length of its first axis}.
+    lengths: {name of the parameter: number of its rows, which is the length of its first axis}.
     world_size: the number of ranks.
-
-    Notebook 12.
     """
     longest = max(-(-length // world_size) * world_size for length in lengths.values())
     wide, tall = min(44, 760 / longest), 40
@@ -49,15 +47,16 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
 
 
 def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int]) -> Picture:
-    """Draw the peak memory of an FSDP step against the size of its units: counted, and by a rule.
+    """Draw the peak memory of an FSDP step against the size of its units, beside a rule for it.
 
-    A unit is a group of layers whose weights are gathered and dropped together. By the rule, marked
-    in black, the peak is what is always kept and three units: the weights of two, and the gradients
-    of one. The alt text states the peaks that were counted.
+    A unit is a group of layers whose weights are gathered and dropped together. Bars are the peaks
+    that were counted. Black marks are the rule, by which the peak is what is always kept, and three
+    units more: the weights of two units and the gradients of one. The alt text states the counted
+    peaks.
 
-    peaks: {layers in a unit: most bytes at a time, counted in a step}.
-    kept: the bytes that a rank always keeps, its shards and their gradients.
-    unit_bytes: {layers in a unit: bytes of the whole weights of a unit}.
+    peaks: {layers in a unit: most bytes at the same time, counted in a step}.
+    kept: the bytes that a rank always keeps, which are its shards and their gradients.
+    unit_bytes: {layers in a unit: bytes of the whole weights of a unit}, with the keys of `peaks`.
     """
     title = "The most bytes at a time, by the size of a unit"
     figure, (axes,) = chart(title, 460)
@@ -96,8 +95,8 @@ def worth_calculator() -> Calculator:
     """Return a widget with sliders that compares the times of sending and of computing.
 
     Sliders set the sizes of a transformer, the number of ranks and their speed. The picture shows
-    for each kind of parallelism, on each network of `WIRES`, how many seconds are spent on sending
-    for a second of computing: below 1, sending can hide behind computing. Notebook 12.
+    for each kind of parallelism, on each network of `WIRES`, the seconds of sending divided by the
+    seconds of computing. Below 1, sending can hide behind computing. Used in notebook 12.
     """
     return Calculator(
         worth,
@@ -122,17 +121,17 @@ def worth(
     expert_width: int,
     tflops: int,
 ) -> tuple[str, Picture]:
-    """Return (caption, chart) of the seconds on the wire for a second of computing.
+    """Return (caption, chart) that compare the times of sending and computing in a transformer.
 
-    The chart has a row for each network of `WIRES`, and in it a mark for each kind of parallelism;
-    left of the dashed line, sending is shorter than computing. The alt text states the numbers.
-    This is the function of `worth_calculator`.
+    The chart has a row for each network of `WIRES`, and in it a mark for each kind of parallelism,
+    at the seconds of sending for each second of computing. Left of the dashed line, sending takes
+    less time. The alt text states the numbers. `worth_calculator` calls this with its sliders.
 
-    tokens: those of a rank's batch; for ring attention, those of one sequence on it.
-    width: of the model, the numbers for each token.
-    world_size: the number of ranks. layers: those of a pipeline stage.
-    heads_per_kv: the heads of queries that share one head of keys and values.
-    expert_width: the hidden numbers of an expert.
+    tokens: the tokens of a rank's batch; for ring attention, those of one sequence on the rank.
+    width: the model's width, which is how many numbers it has for each token.
+    world_size: the number of ranks. layers: the number of layers in a pipeline stage.
+    heads_per_kv: the number of query heads that share one head of keys and values.
+    expert_width: the number of hidden features of an expert.
     tflops: a rank's speed, in 10^12 operations per second.
     """
     figure, (axes,) = chart("Sending, for a second of computing", 440)
@@ -164,9 +163,9 @@ def _fills() -> dict[str, str]:
 
 
 def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
-    """Draw the marks of one network into row `place` of the chart.
+    """Draw the marks of one network into row `place` of a chart, one for each kind of parallelism.
 
-    Each kind has a height of its own in the row, so that ZeRO-1 isn't hidden by data parallel,
+    Each kind has a height of its own within the row, so that ZeRO-1 isn't hidden by data parallel,
     which has the same ratio.
 
     ratios: {kind of parallelism: seconds of sending for a second of computing}.

@@ -15,7 +15,7 @@ from ..runtime.recorder import recorder
 class Layers(nn.Module):
     """A model of linear layers that all have the same width, grouped into blocks.
 
-    layers: the number of layers. group: how many of them make a block; the last may have fewer.
+    layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
     sleeps: the seconds that every block sleeps in forward, to stand in for computing; in backward
         it sleeps twice as long.
@@ -34,10 +34,10 @@ class Layers(nn.Module):
 
 
 class Sleeps(nn.Module):
-    """A module that returns its input and sleeps, `seconds` in forward and twice that in backward.
+    """A module that returns its input, but sleeps in forward, and twice as long in backward.
 
-    It stands in for computing, on a machine whose cores are busy with sending: unlike computing,
-    sleeping doesn't slow that down.
+    It stands in for computing on a machine whose cores are busy with sending, because sleeping,
+    unlike computing, doesn't slow the sending down. seconds: how long it sleeps in forward.
     """
 
     def __init__(self, seconds: float):
@@ -49,7 +49,10 @@ class Sleeps(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
-    """An autograd function that changes nothing, but sleeps; in backward twice as long."""
+    """An autograd function that returns its input, but sleeps; in backward twice as long.
+
+    Call `Sleep.apply(x, seconds)`, where `seconds` is how long it sleeps in forward.
+    """
 
     @staticmethod
     def forward(ctx, x, seconds):
@@ -66,29 +69,30 @@ class Sleep(torch.autograd.Function):
 class InPlace:
     """A transport whose reduce-scatter needs no scratch memory, since it all-reduces in place.
 
-    A transport is an object with the two functions below, which FSDP takes as `transport=` to send
-    with. Gloo's own reduce-scatter copies the message first, which would be counted as peak memory.
+    A transport is an object with the functions `start_all_gather` and `start_reduce_scatter`, by
+    which FSDP sends if it is given as `transport=`. Gloo's own reduce-scatter copies the message
+    first, which would be counted as peak memory.
     """
 
     start_all_gather = staticmethod(transport.start_all_gather)
 
     @staticmethod
     def start_reduce_scatter(flat: Tensor, group) -> dist.Work:
-        """Start to sum `flat` over all ranks, in place; return the handle to wait for.
+        """Start to sum `flat` over the ranks of `group`, in place; return the handle to wait for.
 
-        Afterwards all shards of `flat` hold the sum, of which FSDP uses only this rank's.
+        After the wait, all of `flat` holds the sum; FSDP uses only this rank's part (shard) of it.
         """
         return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | None = None) -> None:
-    """Run forward and backward of `number` micro-batches, then `model.synchronize()`.
+    """Run forward and backward of `number` micro-batches, then call `model.synchronize()`.
 
     Each micro-batch is `x`, and the loss is the sum of the output. `synchronize` is skipped if the
-    model has none. Gradients add up in the model; nothing is returned.
+    model has no such method. Gradients add up in the model's `.grad`; nothing is returned.
 
     quiet: arguments of `model.no_sync`, inside which all micro-batches but the last run, so that
-        they don't send. None: all run outside of it.
+        they don't send. None: `no_sync` isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -100,15 +104,16 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
 
 
 def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
-    """Run two steps of FSDP; return (records of the second one's calls, its peak in bytes).
+    """Run forward and backward twice; return (records of the second pass, its peak in bytes).
 
-    The records are those of this rank, in order. The peak is the most bytes that tensors,
-    parameters included, had at a time in the second step. The first step is left out, because in it
-    ranks also compare the order of their calls.
+    The records are those of this rank's collective calls and messages, in order. The peak is the
+    most bytes that tensors, parameters included, had at the same time in the second pass. The first
+    pass isn't measured, because in it ranks also compare the order of their calls. To be called on
+    all ranks.
 
-    options: `number` and `quiet` of `micro_batches`.
+    x: the model's input, as for `micro_batches`. options: its arguments `number` and `quiet`.
     """
-    micro_batches(model, x, **options)  # in the first step ranks also compare their order
+    micro_batches(model, x, **options)  # here ranks also compare the order of their calls
     model.zero_grad()
     before = len(recorder().records)
     step = memory.most_bytes(lambda: micro_batches(model, x, **options), model.parameters())
@@ -116,12 +121,13 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
 
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
-    """Run two steps; return the second one's calls by this rank, in words: ["AG b0", "RS b0", ...].
+    """Run forward and backward twice; return this rank's calls of the second: ["AG b0", "RS b0"].
 
-    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`. A call is
-    matched with its unit by its bytes, so no two units may have the same size.
+    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`, where a
+    unit is a group of layers whose weights are gathered together. A call is matched with its unit
+    by its bytes, so no two units may have the same size.
 
-    KeyError: a call has the bytes of no unit, such as one of the model's own parameters.
+    KeyError: a call has the bytes of no unit; one for the model's own parameters, for example.
     """
     names = {}
     for unit in model.units[1:]:
@@ -135,7 +141,7 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
     """Measure how fast this rank multiplies matrices; return its best speed in FLOP/s.
 
     The matrices are (rows, width) and (width, width), and the fastest of `rounds` products counts.
-    Call it on all ranks at once: there is a barrier before each product.
+    Call it on all ranks at once, because there is a barrier before each product.
     """
     x = torch.randn(rows, width)
     weight = torch.randn(width, width)
@@ -144,12 +150,12 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
 
 
 def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
-    """Measure the wire by all-gathers; return the bytes that this rank sends in a second, at best.
+    """Measure the network by all-gathers; return the most bytes that this rank sends in a second.
 
     nbytes: the bytes of the gathered tensor, the parts of all ranks together.
     rounds: how many all-gathers are timed; the fastest counts.
 
-    Call it on all ranks at once.
+    Call it on all ranks at once, because there is a barrier before each all-gather.
     """
     flat = torch.zeros(nbytes // 4)
     took = fastest(lambda: transport.start_all_gather(flat).wait(), rounds)
@@ -162,7 +168,7 @@ def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
     One step before them isn't timed, since in the first step ranks compare the order of their
     calls. Call it on all ranks at once.
 
-    width: the numbers of the model's input, which has 2 rows.
+    width: the number of input features; the input is a tensor of shape (2, width).
     """
     x = torch.ones(2, width, requires_grad=True)
     micro_batches(model, x)

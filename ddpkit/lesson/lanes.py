@@ -1,7 +1,7 @@
-"""Draw the calls of a failed launch: a lane for each rank, a circle for each of its calls.
+"""Draw the calls of a failed launch: a row (lane) for each rank, with a circle for each call.
 
-An open circle is a call in which its rank still waits. The strip stands below the report of the
-failure; it is shown live, and never stored in a notebook.
+An open circle is a call that never finished. A live notebook shows the picture below the report of
+the failure; a stored notebook never contains it.
 """
 
 from ..runtime.errors import LaunchError
@@ -16,11 +16,11 @@ PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
 def lanes(error: LaunchError) -> Picture:
     """Draw the last calls of each rank of a failed launch, in the order in which it made them.
 
-    A filled circle is a call that was completed, an open one a call that wasn't. If a rank made
-    more than `MOST` calls, its first ones are left out, and as many on every other rank. The alt
-    text gives the number of calls of each rank, and the call in which it waits.
+    A filled circle is a call that was completed, an open circle a call that wasn't. If a rank made
+    more than `MOST` (14) calls, its first calls are left out, and the same number of every other
+    rank's. The alt text gives each rank's number of calls, and the call in which it is waiting.
 
-    error: what `launch` raised; the records are in its `wire`.
+    error: what `launch` raised; its `wire` has the records of each rank's calls.
     ValueError: no rank made a call, so there is nothing to draw.
     """
     made = max(map(len, error.wire), default=0)

@@ -34,11 +34,9 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 
     There is a chart for each run, one below the other, with shared scales. A circle marks the peak,
     and dashed lines the beginnings of forward, backward and other phases. The alt text states each
-    peak and what is live there.
+    peak and what is live there. Used in notebook 06.
 
     watched: {name of the run: its timeline}, as `ddpkit.memory.watch` fills it.
-
-    Notebook 06.
     """
     title = "Bytes alive during a step"
     used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
@@ -105,12 +103,10 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     """Draw a transformer block as two rows of operations, with stamps on what it keeps.
 
     A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd". The alt
-    text lists all of them by name, and their sum.
+    text lists all kept tensors by name, and their sum. Used in notebook 06.
 
-    terms: what `block_activations` returns for materialised attention and dropout. (): draw the
-        operations alone.
-
-    Notebook 06.
+    terms: what `ddpkit.memory.block_activations` returns for materialised attention and dropout.
+        (): draw the operations alone.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -172,16 +168,14 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
-    """Draw the share of attention weights in the bytes a block keeps, by sequence length.
+    """Draw which share of the bytes that a block keeps are attention weights, by sequence length.
 
-    A transformer block keeps tensors from forward until backward.
+    A transformer block keeps tensors from forward until backward. The alt text states the shares at
+    the first and the last length. Used in notebook 06.
 
-    terms_of: function from a length in tokens to the list of terms that
-        `ddpkit.memory.block_activations` returns for it.
-    lengths: in tokens, in ascending order. The alt text states the shares at the first and the
-        last.
-
-    Notebook 06.
+    terms_of: function from a length in tokens to the list of terms (kept tensors with their bytes)
+        that `ddpkit.memory.block_activations` returns for it.
+    lengths: sequence lengths in tokens, in ascending order.
     """
     title = "Share of what a block keeps, by length"
     totals = [total(terms_of(length)) for length in lengths]
@@ -203,10 +197,10 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms that depend on the attention matrix, found by their names.
+    """Return the terms whose tensors come from the attention matrix, found by their names.
 
-    They are the weights and their dropout mask, or, of flash attention, the log-sum-exp of each
-    row.
+    These tensors are the weights and their dropout mask or, with flash attention, the log-sum-exp.
+    terms: what `ddpkit.memory.block_activations` returns.
     """
     names = re.compile("weights|their dropout|log-sum-exp")
     return [term for term in terms if names.search(term.name)]
@@ -221,8 +215,8 @@ WAYS = ("everything kept", "selective", "every block")
 def memory_calculator() -> Calculator:
     """Return a widget with sliders for a GPT's shape that draws its memory at the peak of a step.
 
-    It shows what `training` returns: the bytes without and with checkpoints, beside a GPU's memory.
-    Notebook 06.
+    It shows what `training` returns: the bytes without and with activation checkpoints, beside a
+    GPU's memory. Used in notebook 06.
     """
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
@@ -242,13 +236,15 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    There is a bar for each way of `WAYS` to keep activations for backward; the caption says which
-    ways fit on a GPU of `GPU_BYTES`. This is the function of `memory_calculator`.
+    There is a bar for each way to keep activations for backward, which are those of
+    `training_bytes`; the caption says which ways fit on a GPU with 80 GB. `memory_calculator` calls
+    this with its sliders.
 
-    width, head_width: the numbers for each token, in all and in a head. layers: the blocks.
+    width, head_width: how many numbers a token has, in all and in each attention head.
+    layers: the number of transformer blocks.
     batch: the arguments `batch`, `length`, `precision`, `attention` and `dropout` of
         `training_bytes`.
-    ValueError: `head_width` doesn't divide `width`: choose another.
+    ValueError: `head_width` doesn't divide `width`.
     """
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
@@ -288,10 +284,10 @@ def training_bytes(
     the results of linear layers and compute the rest again; or every block is a checkpoint, of
     which only the input is kept. The kinds are parameters, gradients, optimizer and activations.
 
-    width: the numbers for each token. heads, layers: how many there are.
+    width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
-    precision: a key of `PRECISIONS`. attention: "materialised" or "flash".
-    dropout: whether there is any, whose masks are then kept.
+    precision: a key of `PRECISIONS`, such as "mixed". attention: "materialised" or "flash".
+    dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
     All gradients are counted, as if from the second micro-batch on. Short-lived tensors are left
@@ -321,5 +317,5 @@ def training_bytes(
 
 
 def total(terms: Iterable[Term]) -> int:
-    """Return the bytes of all terms together."""
+    """Return the bytes of all terms, which are tensors kept for backward, together."""
     return sum(term.nbytes for term in terms)

@@ -39,8 +39,8 @@ def colour(rank: int | frozenset[int] | None) -> str:
     """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
     rank: a rank. From rank 9 on colours repeat, so labels must tell ranks apart. A frozenset of
-        ranks, whose numbers were added up, gives white, on which `Canvas.cells` draws stripes.
-        None, data of several ranks or of an unknown one, gives grey.
+        ranks whose numbers were added up gives white, on which `Canvas.cells` draws stripes. None,
+        which stands for data of several ranks or of an unknown one, gives grey.
     """
     if isinstance(rank, frozenset):
         return EMPTY
@@ -48,9 +48,9 @@ def colour(rank: int | frozenset[int] | None) -> str:
 
 
 def dark(fill) -> str:
-    """Darken a colour until a line in it has a contrast of 3 on white; return it as "#RRGGBB".
+    """Return a colour darkened until a line of it has a contrast of 3 on white, as "#RRGGBB".
 
-    White stays white. fill: a colour as matplotlib takes it.
+    White stays white. fill: a colour in any form that matplotlib accepts.
     """
     from matplotlib.colors import to_hex, to_rgb
 
@@ -69,10 +69,10 @@ def ink(fill: str) -> str:
 
 
 class Picture:
-    """A drawn figure and its text, shown on a white card, legible in light and dark themes.
+    """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
-    Notebook cells show `png`, at twice the size for sharp screens, shrunk to fit the window.
-    Widgets show `svg`, whose shapes may move.
+    A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
+    fit the window. Widgets show its `svg`, whose shapes may move.
 
     figure: a finished matplotlib figure. It is changed: it gets a grey frame, and lines and arrows
         too pale for white are darkened.
@@ -107,7 +107,7 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """Return an <img> with the PNG and with an alt text, which JupyterLab's own PNGs lack."""
+        """Return an HTML <img> of the PNG with its alt text, which JupyterLab's own PNGs lack."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         style = f"width: {width}px; max-width: min(100%, {WIDEST}px); height: auto"
@@ -157,10 +157,12 @@ class Picture:
 
 
 def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, **options):
-    """Make a figure of charts, as wide as a card; return (figure, list of its axes, row by row).
+    """Make a matplotlib figure with a grid of charts; return (figure, list of its axes).
 
-    title: above all charts. height: of the figure, in pixels. rows, columns: of the grid of charts.
-    options: passed to matplotlib's `Figure.subplots`.
+    The figure is `card.WIDEST` pixels wide, and the axes are listed row by row.
+
+    title: the heading above all charts. height: the figure's height in pixels.
+    rows, columns: the size of the grid. options: passed to matplotlib's `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
@@ -181,8 +183,8 @@ def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, *
 def legend(figure, handles: Sequence = ()) -> None:
     """Put a legend below the charts of a figure, in as many columns as fit.
 
-    handles: matplotlib's artists that it explains, each with a label, as `patch` and `stroke` make
-        them. Without any, it explains everything with a label in the figure's first chart.
+    handles: the entries, which are matplotlib artists with a label, such as `patch` and `stroke`
+        return. Without any, the legend explains all that has a label in the figure's first chart.
     """
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     for columns in range(len(handles), 0, -1):
@@ -194,23 +196,26 @@ def legend(figure, handles: Sequence = ()) -> None:
 
 
 def patch(label: str, fill: str, edge: str = "black"):
-    """Return a filled box for a legend, with its label. fill, edge: colours."""
+    """Return a legend entry for `legend`: a filled box and its label. fill, edge: colours."""
     from matplotlib.patches import Patch
 
     return Patch(fc=fill, ec=edge, label=label)
 
 
 def stroke(label: str, fill: str = "black", **style):
-    """Return a line for a legend, with its label. fill: its colour. style: options of `Line2D`."""
+    """Return a legend entry for `legend`: a line and its label.
+
+    fill: the line's colour. style: options of matplotlib's `Line2D`.
+    """
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **({"color": fill, "lw": 3} | style))
 
 
 def with_units(axis, unit: str) -> None:
-    """Let a matplotlib axis write its ticks with units, as 10 µs or 25 MB.
+    """Make a matplotlib axis write its ticks with units, such as "10 µs" or "25 MB".
 
-    unit: "s", "B" or "" for a prefix alone, as 10 k.
+    axis: `axes.xaxis` or `axes.yaxis`. unit: "s", "B", or "" for a prefix alone, such as "10 k".
     """
     from matplotlib.ticker import EngFormatter
 
@@ -218,11 +223,12 @@ def with_units(axis, unit: str) -> None:
 
 
 def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
-    """Write text centred at (x, y), on a shape of colour `fill`, in black or white, as is legible.
+    """Write text centred at (x, y) on a shape of colour `fill`, in black or white to be legible.
 
     The text has a background of that colour, so that lines below it don't show.
 
-    x, y: in the units of the axes. style: options of matplotlib's `Axes.text`.
+    axes: matplotlib's chart. x, y: the position, in the units of the axes.
+    style: options of matplotlib's `Axes.text`.
     """
     under = {"fc": fill, "ec": "none", "pad": 1}
     style = {"ha": "center", "va": "center", "fontsize": SMALL, "bbox": under} | style
@@ -232,7 +238,8 @@ def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
 def write_after(axes, x: float, y: float, text: str, **style) -> None:
     """Write text to the right of (x, y), the end of a bar, on a white background.
 
-    x, y: in the units of the axes. style: options of matplotlib's `Axes.annotate`.
+    axes: matplotlib's chart. x, y: the position, in the units of the axes.
+    style: options of matplotlib's `Axes.annotate`.
     """
     style = {"va": "center", "fontsize": SMALL, "bbox": WHITE, "zorder": 4} | style
     axes.annotate(text, (x, y), (8, 0), textcoords="offset points", **style)
@@ -241,8 +248,9 @@ def write_after(axes, x: float, y: float, text: str, **style) -> None:
 def log_y(axes, label: str, unit: str) -> None:
     """Make the y axis logarithmic, with a grid, and with several ticks even if its range is short.
 
-    label: the axis's name. unit: "s" or "B", written with the ticks' numbers. Draw the data first:
-    its range decides where ticks are.
+    Draw the data before, because its range decides where the ticks are.
+
+    label: the axis's name. unit: "s" or "B", written with the ticks' numbers.
     """
     axes.set_yscale("log")
     axes.minorticks_off()
@@ -274,7 +282,8 @@ class Canvas:
 
     What is drawn later covers what was drawn before. `picture` returns the result.
 
-    width, height: in pixels.
+    width, height: the size of the page, in pixels.
+    gid: None, or what `moving` returned, to make shapes move that are drawn while it is set.
     """
 
     def __init__(self, width: float, height: float):
@@ -288,15 +297,15 @@ class Canvas:
         self.gid: str | None = None  # the SVG's id of boxes and texts drawn from now on: `moving`
 
     def picture(self, text: str) -> Picture:
-        """Return what was drawn. text: what it shows, in words."""
+        """Return what was drawn as a `Picture`. text: what it shows, in words: its alt text."""
         return Picture(self.figure, text)
 
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, round=0):
         """Draw a box whose upper left corner is (x, y).
 
         x, y, width, height: in pixels. fill, edge: colours, or "none". A pale edge is darkened.
-        line: width of the edge, in points. dashed: whether the edge is. round: radius of the
-        corners, in pixels.
+        line: width of the edge, in points. dashed: whether the edge is dashed.
+        round: radius of the corners, in pixels.
         """
         from matplotlib.patches import FancyBboxPatch
 
@@ -307,10 +316,10 @@ class Canvas:
         self.figure.add_artist(FancyBboxPatch((x, y), width, height, shape, **style))
 
     def text(self, x, y, text, points=SMALL, align="center", ink="black", bold=False):
-        """Write a line of text at (x, y), in pixels, which is its middle in height.
+        """Write a line of text, vertically centred at y.
 
-        points: size of the letters. ink: their colour.
-        align: which part of the text is at x: "left", "center" or "right".
+        x, y: in pixels. points: the size of the letters. ink: their colour.
+        align: which part of the text is at x: its "left" end, "center" or "right" end.
         """
         style = {"fontsize": points, "ha": align, "va": "center_baseline", "color": ink}
         weight = "bold" if bold else "normal"
@@ -340,9 +349,9 @@ class Canvas:
         self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
-        """Draw the label "rank 2" in the rank's colour, 84 pixels wide.
+        """Draw a label such as "rank 2" in the rank's colour, 84 pixels wide.
 
-        x, y: its upper left corner, in pixels.
+        x, y: the label's upper left corner, in pixels.
         """
         fill = colour(rank)
         self.box(x, y, 84, ROW, fill, round=6)
@@ -357,17 +366,19 @@ class Canvas:
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """Explain, at the foot of the page, that grey cells hold data of several ranks."""
+        """Draw a legend entry at the foot of the page: grey cells hold data of several ranks."""
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
         """Draw numbers side by side, each in a box of its owner's colour.
 
-        x, y: the upper left corner, in pixels. width: of a box, in pixels.
-        values: the numbers. None is an empty, dashed box, and so is an empty list.
-        owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum,
-            which gets a stripe for each; None, grey, if unknown.
-        per_line: boxes in a line; by default all. marked: the indices of the numbers to frame.
+        x, y: the upper left corner of the first box, in pixels. width: of a box, in pixels.
+        values: the numbers. A None among them is drawn as an empty, dashed box, and so is an empty
+            list.
+        owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum
+            over them, which is drawn with a stripe for each; None, drawn in grey, if unknown.
+        per_line: the number of boxes in a line; by default all.
+        marked: the indices of the numbers that get a thick frame.
         """
         if not values:
             values, owners = [None], [None]
@@ -390,11 +401,12 @@ class Canvas:
             self.text(left + width / 2, middle, number(value), ink=ink(fill))
 
     def stripes(self, x, y, width, height, ranks, filled):
-        """Divide a box into a slot for each of `ranks`, and fill those of the ranks in `filled`.
+        """Divide a box into a slot for each of `ranks`, and fill the slots of those in `filled`.
 
-        A slot is filled in its rank's colour; nothing is drawn in the others.
+        A slot is filled in its rank's colour; nothing is drawn in the slots of other ranks.
 
         x, y, width, height: the upper left corner and the size of the box, in pixels.
+        ranks: the ranks that have a slot, from left to right. filled: some of these ranks.
         """
         wide = width / len(ranks)
         for place, rank in enumerate(ranks):
@@ -403,9 +415,10 @@ class Canvas:
 
 
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Return a `Canvas.gid`, by which the shapes drawn with it move when a widget shows them.
+    """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
-    They travel from `start` to `end`, each an offset (x, y) from where they are drawn, in points.
+    The shapes that are drawn while it is set travel from `start` to `end`, each an offset (x, y)
+    in points from the place where they are drawn.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
@@ -413,7 +426,7 @@ def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
 def cell_width(*rows: Sequence | None) -> float:
     """Return the width of a cell, in pixels, that fits the longest number in any of the rows.
 
-    rows: lists of numbers. One that is None counts as empty.
+    rows: lists of numbers; a row that is None counts as empty.
     """
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

@@ -1,4 +1,4 @@
-"""The map of the parallelisms: a table of what each cuts, what it sends, and where its ranks are.
+"""The map of the parallelisms, a table of what each cuts, what it sends and where its ranks are.
 
 Notebook 00 shows the whole table; each later notebook shows it with its own row highlighted.
 """
@@ -21,8 +21,7 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 class Map:
     """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    lit: the row to highlight, a key of MAP, which is what that parallelism cuts; None highlights
-        none.
+    lit: the row to highlight, a key of MAP such as "batch" or "layers"; None: no row.
     """
 
     def __init__(self, lit: str | None):
@@ -43,10 +42,11 @@ class Map:
 
 
 def where(lit: str | None = None) -> Map:
-    """Return the table of the parallelisms, which a cell shows, with the row of `lit` highlighted.
+    """Return the table of parallelisms, which a notebook cell shows, with one row highlighted.
 
-    lit: what the row's parallelism cuts, such as "batch" or "layers": a key of MAP. None: no row.
-    ValueError: there is no such row; the message lists them.
+    lit: the row to highlight, named by what its parallelism cuts, such as "batch" or "layers"; None
+        for no row.
+    ValueError: there is no such row; the message lists all rows.
     """
     if lit is not None and lit not in MAP:
         raise ValueError(f"expected one of {', '.join(MAP)}, got {lit!r}")
@@ -54,7 +54,7 @@ def where(lit: str | None = None) -> Map:
 
 
 def _line(mark: str, words: list[str]) -> str:
-    """Return a line of the text table: `mark`, then the words, padded to their columns' widths."""
+    """Return a line of the text table: `mark`, then the words, padded to the widths of `WIDTHS`."""
     padded = [f"{word:{width}}" for word, width in zip(words, WIDTHS, strict=True)]
     return (mark + "".join(padded)).rstrip()
 

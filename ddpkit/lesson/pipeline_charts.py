@@ -1,9 +1,9 @@
 """Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, and its bubble.
 
-A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]]: "1F0" is
-pipeline stage 1's forward of micro-batch 0. Its kind is F, forward; B, backward; or a part of a
-backward: I computes the gradient of the stage's input, W those of its weights. The bubble is the
-share of the ranks' time in which they are idle.
+A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]], in which
+"1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
+backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
+of its weights. The bubble is the share of the ranks' time in which they are idle.
 """
 
 import itertools
@@ -27,13 +27,16 @@ KINDS = {  # {kind of action: (name, opacity of the rank's colour, hatch)}
 
 
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
-    """Draw a simulated run of `schedule` as a picture: a row for each rank, a box for each action.
+    """Draw a simulated run of a pipeline schedule: a row for each rank, a box for each action.
 
-    A box has the number of its micro-batch. On a rank's second or third pipeline stage, strokes
-    follow it: 3′, 3″. Notebook 10.
+    A box has the number of its micro-batch; strokes after it, such as 3′ or 3″, mark the second or
+    third pipeline stage of the rank. Used in notebook 10.
 
+    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     until: leave out the actions that begin at this tick or later, and draw a line there.
-    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
+    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
+        default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -42,12 +45,12 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
 
 
 def draw_run(spans: Sequence[Timed]) -> Picture:
-    """Draw what ranks did and when, as measured; return the picture. Notebook 10.
+    """Draw what the ranks of a pipeline really did, and when, as measured. Used in notebook 10.
 
-    Its text lists the actions and states no times, since they differ from run to run.
+    The alt text lists the actions and states no times, since they differ from run to run.
 
-    spans: for each rank, what its `Pipeline.spans` held after a step: [(action, begin, end)], in
-        seconds.
+    spans: for each rank, its `Pipeline.spans` after a step, which is [(action, begin, end)] in
+        seconds, with actions such as "1F0", stage 1's forward of micro-batch 0.
     """
     rows = _measured(spans)
     said = "\n".join(f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows))
@@ -57,7 +60,10 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
     """Return the idle share of all ranks' time in a simulated run: 0.25 is a quarter of it.
 
-    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
+    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
+    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
+        default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     return _idle(_planned(schedule, ticks))
 
@@ -65,7 +71,7 @@ def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
 def bubble_of_run(spans: Sequence[Timed]) -> float:
     """Return the idle share of all ranks' time in a measured run: 0.25 is a quarter of it.
 
-    spans: for each rank, [(action, begin, end)], in seconds.
+    spans: for each rank, the [(action, begin, end)] of its pipeline, in seconds.
     """
     return _idle(_measured(spans))
 
@@ -73,7 +79,7 @@ def bubble_of_run(spans: Sequence[Timed]) -> float:
 def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[Spans]:
     """Return, for each rank, {action: (begin, end)} in ticks, by a simulated run of `schedule`.
 
-    ticks: how long an action of each kind takes, as {"F": 1, "B": 2}.
+    ticks: the ticks of an action of each kind, such as {"F": 1, "B": 2}.
     """
     when, rows = dry_run.simulate(schedule, **ticks), []
     for actions in schedule:
@@ -103,10 +109,10 @@ def _idle(rows: Sequence[Spans]) -> float:
 
 
 def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = None) -> Picture:
-    """Draw a row of boxes for each rank; return the picture.
+    """Draw a row of boxes for each rank, a box for each of its actions.
 
-    rows: for each rank, {action: (begin, end)}. unit: the name of the x axis. said: the picture's
-    text. until: leave out actions that begin then or later, and draw a line there.
+    rows: for each rank, {action: (begin, end)}. unit: the name of the x axis. said: the alt text.
+    until: leave out actions that begin at this time or later, and draw a line there.
     """
     whole = max(end for row in rows for _, end in row.values())
     figure, (axes,) = page.chart("", min(page.TALLEST, 170 + 50 * len(rows)))
@@ -142,7 +148,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """Return the text of an action's box: its micro-batch, perhaps with strokes, as 3′.
+    """Return the text of an action's box: its micro-batch, perhaps with strokes, such as 3′.
 
     There is a stroke for each lower pipeline stage that the action's rank has.
 
@@ -154,11 +160,15 @@ def _number(action: str, row: Spans) -> str:
 
 
 def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough:
-    """Return a widget with a slider that steps through a simulated run, tick by tick. Notebook 10.
+    """Return a widget with a slider that steps through a simulated pipeline run, tick by tick.
 
-    It shows what each rank does, and the activations of how many micro-batches it holds.
+    It shows what each rank does, and how many micro-batches' activations it holds. Used in
+    notebook 10.
 
-    ticks: how long an action of each kind takes, as F=1, B=2, I=1, W=1.
+    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
+    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
+        default F=1, B=2, I=1, W=1.
+    ValueError: the schedule is wrong, or would hang.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
@@ -186,7 +196,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
     """Return the action that a rank does in the tick that ends at `tick`, or "-" if it is idle.
 
-    actions: of that rank, in order. when: {action: (begin, end)} in ticks.
+    actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """
     found = [action for action in actions if when[action][0] < tick <= when[action][1]]
     return found[0] if found else "-"
@@ -195,9 +205,9 @@ def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
     """Count the micro-batches whose activations a rank holds in the tick that ends at `tick`.
 
-    They are held from the start of the forward to the end of the backward or its weight part.
+    A micro-batch is held from the start of its forward to the end of its backward or weight part.
 
-    actions: of that rank, in order. when: {action: (begin, end)} in ticks.
+    actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """
     begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
     over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
@@ -205,17 +215,16 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
 
 
 def _holds(action: str) -> int:
-    """Return by how much an action changes the number of micro-batches that its rank holds."""
+    """Return how an action such as "1F0" changes the number of micro-batches held: 1, -1 or 0."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 
 def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
     """Return, for each rank, the most micro-batches whose activations it holds at the same time.
 
-    If a rank has several pipeline stages, a micro-batch that is held in one of them counts as that
-    share of one.
+    A micro-batch that is held in one of a rank's n pipeline stages counts as 1/n.
 
-    stages_a_rank: the number of stages on each rank.
+    schedule: for each rank, its actions in order. stages_a_rank: n, the same on every rank.
     """
     return [max(itertools.accumulate(map(_holds, row))) / stages_a_rank for row in schedule]
 
@@ -229,9 +238,9 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Return sliders for ranks, micro-batches and schedule, with a picture of the bubble.
+    """Return a widget with sliders for ranks, micro-batches and schedule, which draws the schedule.
 
-    Notebook 10.
+    Its caption states the bubble, which is the idle share of the ranks' time. Used in notebook 10.
     """
     return Calculator(
         plan,
@@ -244,8 +253,9 @@ def pipeline_calculator() -> Calculator:
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     """Return (caption, picture) of a schedule, for one setting of `pipeline_calculator`'s sliders.
 
-    stages: the number of ranks; with "interleaved", each has two pipeline stages. schedule: a key
-    of SCHEDULES.
+    stages: the number of ranks, each with one pipeline stage or, if "interleaved", with two.
+    micro_batches: the number of micro-batches in a step.
+    schedule: "GPipe", "1F1B", "interleaved" or "zero bubble", a key of SCHEDULES.
     """
     made = SCHEDULES[schedule](stages, micro_batches)
     thin = {"F": 0.5, "B": 1.0} if schedule == "interleaved" else {}  # two stages a rank

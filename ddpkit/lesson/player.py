@@ -2,8 +2,9 @@
 
 `player(run)` returns an animation, with a slider, of a real run made with
 `launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
-records of its calls into a list of events, `film` finds every rank's numbers after each event (a
-frame), and this module draws the frames. `world_explorer` is a slider over the size of a world.
+records of the ranks' calls into a list of events, `film` finds every rank's numbers after each
+event (a frame), and this module draws the frames. `world_explorer` is a slider over the number of
+ranks.
 """
 
 import linecache
@@ -22,17 +23,18 @@ WIDTH = 1040
 
 
 def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
-    """Return a widget that replays the messages of `run` step by step.
+    """Return a widget that replays the messages and collective calls of `run` step by step.
 
-    It begins at the first step that goes wrong, if there is one. It shows MOST_FRAMES steps at
-    most: those that go wrong, and the first of the others.
+    It begins at the first step that goes wrong, if there is one. It shows at most MOST_FRAMES (120)
+    steps, which are those that go wrong and the first of the others.
 
-    run: a Run made with `launch(..., keep_values=True)`, or the HangError or RankError that such a
-        launch raised.
-    by_hop: show all messages of a hop in one step. It has an effect only on a run of messages
-        alone, all received. A hop is a set of messages that can travel at the same time.
-    plays: start to play when it is shown, once.
-    ValueError: the run kept no values; launch it with keep_values=True.
+    run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
+        such a launch raised.
+    by_hop: show all messages of a hop in one step, where a hop is a set of messages that can travel
+        at the same time; if they go round a ring of 3 to 8 ranks, draw the ranks on a circle. It
+        has no effect if the run made collective calls or something in it went wrong.
+    plays: whether the animation plays once by itself when it is shown.
+    ValueError: `run` is no Run or LaunchError, or its records kept no numbers.
     """
     _check_kept(run)
     events = replay(run)
@@ -67,7 +69,10 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 
 
 def _check_kept(run):
-    """Raise ValueError unless `run` is a Run or a LaunchError whose records kept their numbers."""
+    """Raise ValueError unless `run` is a Run or LaunchError whose records kept numbers.
+
+    Records without bytes, such as a barrier's, needn't have any.
+    """
     if not hasattr(run, "wire"):
         got = f"player expected a Run or a LaunchError, got {type(run).__name__}"
         raise ValueError(f"{got}: pass what launch returned")
@@ -81,7 +86,7 @@ def _check_kept(run):
 
 
 def _numbered(event: Event, step: int) -> str:
-    """Return the event's text, with its step before it, unless it is a hop or the end."""
+    """Return the event's text, with the step's number before it unless it is a hop or the end."""
     return event.text if event.kind in ("hop", "end") else f"{step}. {event.text}"
 
 
@@ -101,7 +106,10 @@ def _whence(event: Event) -> str:
 
 
 def world_explorer() -> StepThrough:
-    """Return a slider over the world size; its picture has a process for each rank. Notebook 00."""
+    """Return a widget with a slider from 1 to 8 ranks, which draws a process for each rank.
+
+    Used in notebook 00.
+    """
 
     def look(world_size: int) -> tuple[str, Picture]:
         picture = figures.worlds(world_size)
@@ -119,13 +127,18 @@ PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, at most between two rows, 
 class Stage:
     """The layout of an animation's pictures, the same for all its frames, so that nothing jumps.
 
-    There is a row for each rank. Buffers that don't fit on a page of `page.TALLEST` pixels are left
-    out, or shortened.
+    There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
+    of `page.TALLEST` pixels are left out, or shortened.
 
-    spots: for each rank, {buffer: (pixels from the left of its numbers, pixels from the top of its
-        row, how many of its numbers are shown)}.
-    tall, pitch: pixels of a row's height, and from one row to the next. title, said: pixels for the
-        title, and for what is wrong with a rank, below its row.
+    frames: all frames of the animation.
+    cell, per_line: the width of a number's box, and how many boxes fit in a line.
+    changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
+        it; None for other frames.
+    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
+        `LEFT` and y from `PAD` below the top of the rank's row.
+    tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
+        height of the title, and of the words below a row that say what is wrong with its rank.
+    All of these are in pixels.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -153,8 +166,8 @@ class Stage:
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
         """Place a rank's buffers in its row, side by side if they fit, otherwise in further lines.
 
-        Return {buffer: (pixels from the left, pixels from the top, how many of its numbers are
-        shown)}. Buffers that don't fit are missing.
+        Return {buffer: (x, y, how many of its numbers are shown)}, as in `spots`. Buffers that
+        don't fit are missing.
 
         lengths: {buffer: how many numbers it holds}. room: the row's height, in pixels.
         """
@@ -190,7 +203,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """Return {buffer of a rank: the most numbers it ever holds}, in order of appearance."""
+    """Return {buffer of `rank`: the most numbers that it ever holds}, in order of appearance."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
@@ -199,7 +212,10 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 
 def _change(event: Event) -> figures.Change | None:
-    """Return the drawing of a collective's numbers before and after, or None if none were kept."""
+    """Return the drawing of all ranks' numbers before and after a collective call.
+
+    Return None if the event isn't a collective call, or if the numbers before it weren't kept.
+    """
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
 
@@ -216,12 +232,12 @@ def _all_numbers(frames: list[Frame]):
 
 
 def _title(frame: Frame, step: int) -> list[str]:
-    """Return the lines, three at most, of the title of a frame. step: its number."""
+    """Return a frame's title, broken into at most three lines. step: the frame's number."""
     return textwrap.wrap(_numbered(frame.event, step), 84, max_lines=3, placeholder=" …")
 
 
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
-    """Draw a frame, the ranks with their numbers and the messages between them; return the picture.
+    """Draw a frame of the animation: the ranks with their numbers, and the messages between them.
 
     stage: the layout of all frames. step: the number of the frame, from 1, shown in the title.
     """
@@ -276,9 +292,9 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 
 
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
-    """Draw the arrow of a message from the sender's row to the receiver's; nothing within a rank.
+    """Draw the arrow of a message from the row of rank `src` to that of rank `dst`.
 
-    ink: its colour.
+    A message from a rank to itself gets no arrow. ink: the arrow's colour.
     """
     x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
@@ -292,7 +308,7 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     The sign is ✗ if the message was lost, and a question mark if it was never sent or isn't of the
     size that the receiver expects.
 
-    event: the one that went wrong, with the sender as `rank` and the receiver as `peer`.
+    event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """
     src, dst = event.rank, event.peer
     _draw_way(canvas, stage, src, dst, page.WRONG, dashed=True)
@@ -306,10 +322,10 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     """Draw a message's numbers in a box at the rank that sends or receives it.
 
     Numbers that don't fit are left out. If they weren't kept, their count and dtype are drawn. In
-    the browser the box travels from the sender's row to the receiver's: in the frame that receives
-    the message, or, by hop, in the one that sends it.
+    the browser the box travels from the sender's row to the receiver's. It does so in the frame in
+    which the message is received or, if a step shows a whole hop, in the one in which it is sent.
 
-    frame: that of the message. by_hop: whether a step shows all messages of a hop.
+    frame: the message's own frame. by_hop: whether a step shows all messages of a hop.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

@@ -23,12 +23,12 @@ EVERY = 10  # steps averaged into a point
 
 
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
-    """Draw the losses of several trainings by step; return the picture. Notebook 05.
+    """Draw the losses of several trainings by step. Used in notebook 05.
 
-    Each point is the mean of EVERY steps. Steps at the end that are fewer are left out, and a curve
-    ends at the first NaN.
+    Each point is the mean of EVERY (10) steps; the last steps are left out if there are fewer. A
+    point with a NaN among its steps is missing.
 
-    curves: {name: the losses of all steps, in bits per byte}.
+    curves: {name of the training: the losses of all steps, in bits per byte}. title: the heading.
     """
     figure, (axes,) = chart(title)
     for at, (name, losses) in enumerate(curves.items()):
@@ -47,7 +47,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
 
 
 def scale_steps(powers: Sequence[int], static: int = 16) -> Picture:
-    """Draw a dynamic loss scale step by step, beside a static one; return the picture. Notebook 05.
+    """Draw a dynamic loss scale step by step, beside a static one. Used in notebook 05.
 
     powers: the dynamic scale at each step, as an exponent of two: 16 is a scale of 65,536.
     static: the exponent of the static scale.
@@ -76,14 +76,14 @@ ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
 
 
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
-    """Draw a histogram of gradients times `scale`, by power of two; return the picture.
+    """Draw a histogram of gradients times `scale`, by power of two. Used in notebook 05.
 
-    Notebook 05. Colours show what fp16 makes of each: 0, a subnormal or normal number, or infinity.
-    Bars that would be too low to see are drawn higher. Powers outside of LOWEST to HIGHEST are
-    counted in the first or last bar.
+    Colours show what fp16 makes of a number: 0, a subnormal or normal number, or infinity. Bars
+    that would be too low to see are drawn higher. Powers outside of 2^-48 to 2^24 (LOWEST, HIGHEST)
+    are counted in the first or last bar.
 
-    gradients: any shape, finite. Those that are 0 aren't counted.
-    ValueError: all of them are 0.
+    gradients: a tensor of any shape, all finite. Its zeros aren't counted.
+    ValueError: all gradients are 0.
     """
     zones = fp16_counts(gradients, scale)
     powers = torch.frexp(_nonzero(gradients) * scale).exponent.long() - 1
@@ -112,7 +112,7 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
 def _nonzero(values: Tensor) -> Tensor:
     """Return the values that aren't 0, as a flat tensor of doubles.
 
-    ValueError: all of them are 0.
+    ValueError: all values are 0.
     """
     values = values.detach().flatten()
     values = values[values != 0].double()
@@ -128,7 +128,7 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
     Return {"rounds to 0": how many, "subnormal": ..., "normal": ..., "infinite": ...}, with the
     keys of ZONES. Gradients that are 0 to begin with aren't counted.
 
-    gradients: any shape, finite. ValueError: all of them are 0.
+    gradients: a tensor of any shape, all finite. ValueError: all gradients are 0.
     """
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
@@ -137,11 +137,12 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:
-    """Return a slider over the loss scale, with a histogram of the scaled gradients. Notebook 05.
+    """Return a widget with a slider over the loss scale that draws a histogram of the gradients.
 
-    The text that a stored notebook keeps states no counts, because they are measured.
+    They are multiplied by the scale, from 2^0 to 2^40. The text that a stored notebook keeps states
+    no counts, because they are measured. Used in notebook 05.
 
-    gradients: any shape, finite, not all 0.
+    gradients: a tensor of any shape, all finite. ValueError: all gradients are 0.
     """
 
     def scaled(power: int) -> tuple[str, Picture]:

@@ -6,9 +6,9 @@
     hops.answer(run_of_4.hops)                                  # 6 ≠ you: 8
     predict.score()                                             # at the end of the notebook
 
-Nothing has to be entered: then the answer stands alone. What is entered after the answer was shown
-doesn't count until the question is asked again. A wrong guess is amber, as a surprise; red is for
-failed checks.
+The reader may leave the field empty; the answer is then shown without a guess. A guess that is
+entered after the answer was shown doesn't count until the question is asked again. A wrong guess is
+shown in amber, as a surprise, because red is for failed checks.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from .widgets import WRAPPED, Live, asking
 
 
 class Prediction(Live):
-    """A question to the reader, asked before the answer is known; a cell shows it as a field.
+    """A question that asks the reader for a guess; a notebook cell shows it with an entry field.
 
-    question: what is asked. choices: the answers to choose from, as buttons; none: a number is
-        asked for.
-    guess: what was entered, a number or one of `choices`; None: nothing.
-    right: whether the guess was right; None: there was no answer or no guess.
+    question: the text of the question. choices: the answers to choose from, shown as buttons; if
+        there are none, the field takes a number.
+    guess: what the reader entered, a number or one of `choices`; None if nothing valid was entered.
+    answered: whether `answer` has been called, after which guesses don't count.
+    right: whether the guess was right; None without an answer or without a guess.
     """
 
     def __init__(self, question: str, choices: Sequence[str] = ()):
@@ -38,7 +39,10 @@ class Prediction(Live):
 
     @cached_property
     def box(self):
-        """Return the widget: the question, its field or buttons, and a note on what was entered."""
+        """Return the ipywidgets box of the question, its field or buttons, and a note on the guess.
+
+        It is created on first use. The note says whether what the reader entered counts.
+        """
         import ipywidgets
 
         asked = ipywidgets.HTML(f"<b>Your prediction:</b> {marked(self.question)}")
@@ -64,14 +68,16 @@ class Prediction(Live):
 
     @property
     def said(self) -> str:
-        """Return the guess as text for the reader. There must be one."""
+        """Return the guess as text for the reader, such as "1,024"; `guess` must not be None."""
         return self.guess if self.choices else f"{self.guess:,.6g}"
 
     def enter(self, guess: float | str) -> str:
-        """Take what the reader entered; return a sentence that says whether it counts.
+        """Store the reader's guess in `guess`; return a sentence that says whether it counts.
 
-        It doesn't count if the answer has been shown already, or if a number is asked for and this
-        is none.
+        After `answer` was called it doesn't count, and nothing is stored. If the question asks for
+        a number and the text isn't one, `guess` becomes None.
+
+        guess: one of `choices`; without choices, a number or the text of one.
         """
         if self.answered:
             return "Too late for this run: the answer is known. Run this cell again to guess anew."
@@ -84,13 +90,14 @@ class Prediction(Live):
         return "That is no number." if guess is None else f"Kept: {self.said}."
 
     def answer(self, value: float | str, within: float = 0.0) -> str:
-        """Give the answer; return a card that shows it beside the guess.
+        """Reveal the right answer; return a card that shows it beside the reader's guess.
 
-        The card is a text that the browser shows as HTML. From now on, guesses don't count.
+        The card is a string, which a notebook displays as HTML. It sets `right`, and later guesses
+        don't count.
 
-        value: the answer, a number or one of `choices`.
-        within: the error allowed in a guess, as a share of the number: 0.2 for a measured one.
-        ValueError: the value isn't among the choices.
+        value: the right answer, a number or one of `choices`.
+        within: the error that a guessed number may have, as a fraction of `value`: 0.2 allows 20 %.
+        ValueError: the question has choices, and `value` isn't one of them.
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"expected one of {self.choices}, got {value!r}")
@@ -108,7 +115,10 @@ class Prediction(Live):
 
 
 class Answer(str):
-    """A text that the browser shows as a card. page: the card's HTML."""
+    """A string that a notebook displays as a card.
+
+    text: the string, shown where there is no browser. page: the card's HTML.
+    """
 
     def __new__(cls, text: str, page: str):
         made = super().__new__(cls, text)
@@ -123,7 +133,10 @@ class Answer(str):
 
 
 class Predictions:
-    """A notebook's predictions, by question. Call it to ask one: `predict(question)`."""
+    """All questions that a notebook asks its reader; `predict(question)` asks a new one.
+
+    made: {text of the question: its `Prediction`}.
+    """
 
     def __init__(self):
         self.made: dict[str, Prediction] = {}
@@ -137,7 +150,11 @@ class Predictions:
         return self.made[question]
 
     def score(self) -> str:
-        """Return text, in a notebook a card: how many of the predictions made are right."""
+        """Return how many of the reader's guesses were right, in words.
+
+        The result is a string, which a notebook displays as a card with a dot for each question.
+        Questions without a guess, or without a call of `answer`, are counted as "not entered".
+        """
         verdicts = [prediction.right for prediction in self.made.values()]
         judged = [right for right in verdicts if right is not None]
         left = len(self.made) - len(judged)

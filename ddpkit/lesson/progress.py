@@ -1,9 +1,9 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
-The line has the seconds and, while ranks run, the number of calls they have made or, if nothing has
-moved for a while, which rank waits for which. If a launch fails, a picture of its ranks' last calls
-is left below the error report. With DDPKIT_PROGRESS=off there is neither, for tests and stored
-outputs.
+The line states the seconds so far and, while ranks run, the number of calls that they have made or,
+if nothing has moved for a while, which rank is waiting for which. If a launch fails, a picture of
+its ranks' last calls is left below the error report. The environment variable DDPKIT_PROGRESS=off
+turns both off, for tests and stored outputs.
 
 The line begins before torch is imported, which takes seconds, so this module imports the runtime
 only when it is used.
@@ -21,9 +21,10 @@ RUNTIME = "ddpkit.runtime.launch"  # imported after torch
 
 
 class Progress:
-    """The progress line below the cell that is running.
+    """The progress line below the notebook cell that is running.
 
-    display: IPython's function of that name.
+    display: IPython's function `display`. thread: the thread that shows the line.
+    done: set when that thread shall end.
     """
 
     def __init__(self, display):
@@ -31,9 +32,9 @@ class Progress:
         self.done, self.thread = threading.Event(), None
 
     def begin(self, _info=None) -> None:
-        """Start a thread for a cell that begins: it shows the line after PATIENCE_S and updates it.
+        """Start a thread that shows the line after PATIENCE_S seconds, and keeps it up to date.
 
-        _info: what IPython hands over; it isn't used.
+        Called when a cell begins to run. _info: the argument that IPython passes; unused.
         """
         self.done = threading.Event()
         show = contextvars.copy_context().run  # the cell to which the line belongs
@@ -41,16 +42,16 @@ class Progress:
         self.thread.start()
 
     def end(self, _result=None) -> None:
-        """Stop the thread and remove the line, at the end of a cell.
+        """Stop the thread, which removes the line, and wait until it has ended.
 
-        _result: the argument that IPython passes; unused.
+        Called when a cell has run. _result: the argument that IPython passes; unused.
         """
         self.done.set()
         if self.thread:
             self.thread.join()
 
     def _show(self, done: threading.Event) -> None:
-        """Show the line and update it every EVERY_S, until `done` is set; then remove it."""
+        """Show the line, update it every EVERY_S seconds until `done` is set, then remove it."""
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun
@@ -65,9 +66,10 @@ class Progress:
 
 
 def _what_is_done() -> str:
-    """Return in words what takes this long: an import, the start of the server, or what ranks do.
+    """Return in words what the cell is waiting for, or "" if that isn't known.
 
-    Return "" if it is none of these.
+    It is the import of torch, the start of the server process from which ranks are forked, or the
+    running ranks, with what they have done so far.
     """
     if RUNTIME not in sys.modules:
         return "importing torch"
@@ -83,7 +85,7 @@ def _what_is_done() -> str:
 def show_lanes(result, display) -> None:
     """Display a picture of the ranks' last calls, if a launch failed in the cell that has ended.
 
-    result: IPython's result of the cell. display: IPython's function of that name.
+    result: IPython's result of the cell. display: IPython's function `display`.
     """
     if not getattr(result.error_in_exec, "wire", None):
         return
@@ -94,11 +96,12 @@ def show_lanes(result, display) -> None:
 
 
 def show_progress() -> None:
-    """Show the progress line for this kernel's cells from now on, also for the running one.
+    """Show the progress line for this kernel's cells from now on, including the running one.
 
-    Outside of a notebook's kernel, or with DDPKIT_PROGRESS=off, it does nothing.
+    Outside of a notebook's kernel, or if the environment variable DDPKIT_PROGRESS is "off", it does
+    nothing.
     """
-    if "IPython" not in sys.modules:  # so in every rank, where importing it would take a while
+    if "IPython" not in sys.modules:  # true in every rank, where importing IPython takes a while
         return
     from IPython import get_ipython
     from IPython.display import display
@@ -110,5 +113,5 @@ def show_progress() -> None:
         shell.events.register("post_run_cell", progress.end)
         shell.events.register("post_run_cell", lambda result: show_lanes(result, display))
         request = shell.kernel.get_parent().get("header", {})
-        if request.get("msg_type") == "execute_request":  # else a start-up file imports this
+        if request.get("msg_type") == "execute_request":  # otherwise a start-up file imports this
             progress.begin()

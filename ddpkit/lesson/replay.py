@@ -1,7 +1,7 @@
 """Put the events of a run in order: causes before effects, and in the same order in every run.
 
-The times in the records of its calls decide only the order within a rank. If a run failed, the
-events that never happened come last.
+The times in the records of the ranks' calls decide only the order of events within a rank. If a run
+failed, the events that never happened come last.
 """
 
 import contextlib
@@ -18,19 +18,21 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
 @dataclass
 class Event:
-    """One step of a replay: a message leaves or arrives, ranks meet in a collective, or it fails.
+    """One step of a replayed run, such as a message that leaves, or a collective call of all ranks.
 
-    kind: "send" or "receive", one message; "hop", several messages at the same time; "meet", a
-        collective; "differ", ranks made different calls; "stuck", a rank waits for what never
-        comes; "lost", a message that is never received, or a receive or send that is never waited
-        for; "failed", a rank raised an error; "end", the state after the last message.
+    kind: "send" or "receive" of one message; "hop", several messages at the same time; "meet", a
+        collective call of all its ranks; "differ", ranks made different calls; "stuck", a rank
+        waits for something that never comes; "lost", a message that is never received, or a receive
+        or send that is never waited for; "failed", a rank raised an error; "end", the state after
+        the last message.
     text: what happens, in words.
-    records: {rank: its record of the call}; for a message those of both ends, if both are known.
-    rank, peer: the sender and the receiver, if it is about a message. "failed" has the `rank` that
-        failed, other kinds neither.
-    status: {rank: what is wrong with it, in words}.
+    records: {rank: its record of the call}; for a receive the records of both ends, if both are
+        known.
+    rank, peer: the sender and the receiver, for an event of one message. "failed" has the `rank`
+        that failed; for other kinds both are None.
+    status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
-        the owner of each of these)}, as `change` returns it.
+        the owner of each number that it got)}, as the function `change` returns it.
     """
 
     kind: str
@@ -47,11 +49,12 @@ class Event:
 
 
 def key(record: Record) -> tuple:
-    """Return what the records of one message, or of one collective, have in common: a tuple.
+    """Return a tuple that identifies the message or collective call that a record belongs to.
 
-    For a message it is (channel, index on the channel), where the channel is one direction between
-    two ranks. For a collective it is (channel, index, ranks): the channel is the number of a group,
-    and two groups may have the same number, so their ranks tell them apart.
+    The records of all its ranks give the same tuple. For a message it is (channel, index on the
+    channel), where the channel is one direction between two ranks. For a collective it is (channel,
+    index, ranks); there the channel is the number of a group, and the ranks are needed because two
+    groups may have the same number.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -61,8 +64,9 @@ def key(record: Record) -> tuple:
 def replay(run) -> list[Event]:
     """Return the events of `run` in order: what happened, then what never happened.
 
-    A receive comes after its send, and a collective after all its ranks have reached it. Other
-    events are ordered by rounds, in which every rank takes a step, and in a round by rank.
+    A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
+    events are in the order of rounds, in each of which every rank takes a step, and within a round
+    in the order of ranks.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     """
@@ -83,7 +87,7 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
     A message is received at the moment of its arrival. A rank enters a collective when it calls it,
     and leaves when it begins to wait for it, or when it is done if the rank never waits.
 
-    records: of that rank's calls. Those that never ended have no RECEIVE or LEAVE.
+    records: the records of that rank's calls. A call that never ended has no RECEIVE or LEAVE.
     """
     steps = []
     for index, record in enumerate(records):
@@ -96,14 +100,15 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
 
 
 def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
-    """Return the events that happened, in rounds, in which each rank takes a step if it can go on.
+    """Return the events that happened, by rounds in which each rank takes a step if it can go on.
 
     A round is the logical time of Lamport 1978: an event comes after everything that it had to wait
     for, however long that took. Events that wait for each other in a cycle, and those after them,
     are left out.
 
-    wire: for each rank, the records of its calls. ends: {"send" or "recv": {key: (rank, record)}}.
-    calls: {key of a collective: {rank: record}}.
+    wire: for each rank, the records of its calls.
+    ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
+    calls: {`key` of a collective call: {rank: its record}}.
     """
     rounds: TopologicalSorter = TopologicalSorter()
     whole = {at: records for at, records in calls.items() if _complete(records)}
@@ -151,12 +156,12 @@ def _complete(records: dict[int, Record]) -> bool:
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Return whether ranks made the same call. records: {rank: its record}."""
+    """Return whether all ranks made the same call. records: {rank: its record of the call}."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 
 def _shape(record: Record) -> str:
-    """Return a record's number of elements and dtype, as "2 float32"."""
+    """Return the number of elements and the dtype of a call as text, such as "2 float32"."""
     return record.detail.partition(",")[0]
 
 
@@ -168,7 +173,7 @@ def _message(record: Record, values: list | None) -> str:
 def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
     """Return the event of a message that `rank` received.
 
-    record: of the receive. sent: (rank, record) of its send; None if there is none.
+    record: the record of the receive. sent: (sender, record of the send); None if there is none.
     """
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}
@@ -178,7 +183,7 @@ def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Eve
 
 
 def _met(records: dict[int, Record]) -> Event:
-    """Return the event of a completed collective. records: {rank: its record}, of all members."""
+    """Return the event of a completed collective call. records: {rank: its record of the call}."""
     ranks = sorted(records)
     first, who = records[ranks[0]], name_ranks(ranks)
     if first.op == "new_group":
@@ -194,12 +199,12 @@ def _met(records: dict[int, Record]) -> Event:
 
 
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
-    """Return what a collective did to each rank's numbers, to be drawn.
+    """Return what a collective call did to each rank's numbers, to be drawn.
 
     It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
     The numbers are None for a rank that brings or gets none, since the contents of its buffer mean
-    nothing then. An owner is the rank that a number came from, a frozenset of ranks if it is their
-    sum or another reduction, or None if unknown.
+    nothing then, and if they weren't kept. An owner is the rank that a number came from, a
+    frozenset of ranks if it is their sum or another reduction, or None if unknown.
 
     records: {rank: its record of the call}, of all ranks.
     """
@@ -241,10 +246,11 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
-    """Return the events that never happened: calls that differ or wait, messages never received.
+    """Return an event for each rank's error, unfinished call, and message that was never received.
 
-    run: a Run or a LaunchError. ends: {"send" or "recv": {key: (rank, record)}}. calls: {key of a
-    collective: {rank: record}}.
+    run: a Run or a LaunchError.
+    ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
+    calls: {`key` of a collective call: {rank: its record}}.
     """
     failed = isinstance(run, LaunchError)
     ever = "for ever" if isinstance(run, HangError) else "in vain"
@@ -270,9 +276,9 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
-    """Return the event that tells a player that ranks of one group made different calls.
+    """Return the event in which ranks of one group made different calls where one was expected.
 
-    records: {rank: the record of the call in which it differs}.
+    records: {rank: the record of its call}.
     """
     alike: dict[str, list[int]] = {}
     for rank in sorted(records):
@@ -286,10 +292,11 @@ def _different_calls(records: dict[int, Record]) -> Event:
 
 
 def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
-    """Return the event of a collective that some members of its group never called.
+    """Return the event of a collective call that some members of its group never made.
 
-    It may also be a new group whose members all came, and never found each other.
-    records: {rank: its record}, of those that did. ever: "for ever" or "in vain".
+    It may also be a `new_group` call that all members made and that didn't end on every rank.
+    records: {rank: its record}, of the ranks that made the call. ever: "for ever" or "in vain", how
+        the text says that they wait.
     """
     first, ranks = next(iter(records.values())), sorted(records)
     absent = [rank for rank in first.ranks if rank not in records]
@@ -304,8 +311,9 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
     """Return the event of a receive that never ended, with the reason; None if it was under way.
 
-    rank, record: the receiver, and its record. sent: the record of the send, or None.
-    ever: "for ever" or "in vain". failed: whether the run raised an error.
+    rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
+    ever: "for ever" or "in vain", how the text says that the rank waits.
+    failed: whether the launch raised an error.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -330,8 +338,9 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
 def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
     """Return the event of a message that was sent and never received.
 
-    rank, record: the sender, and its record. ever: "for ever" or "in vain". stuck: whether the
-    sender waits in this call, so that it is stuck; otherwise only the message is lost.
+    rank, record: the sender, and its record of the call.
+    ever: "for ever" or "in vain", how the text says that the sender waits.
+    stuck: whether the sender is still waiting in this call; otherwise only the message is lost.
     """
     message, peer = _message(record, record.values), record.peer
     if stuck:

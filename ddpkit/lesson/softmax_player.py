@@ -22,10 +22,11 @@ READ, NEW = page.BLUE, page.ORANGE
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of online softmax after `read` numbers of a row, and just before the last of them.
+    """The state of online softmax after `read` numbers of a row, and before the last of these.
 
-    m: the maximum of these numbers. ell: their sum of eˣ⁻ᵐ. m_before, ell_before: both before the
-    last number was read.
+    row: all numbers of the row. read: how many of them have been read.
+    m: the maximum of the numbers x that have been read. ell: the sum of eˣ⁻ᵐ over them.
+    m_before, ell_before: the maximum and the sum before the last of them was read.
     """
 
     row: tuple[float, ...]
@@ -37,22 +38,24 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """Return the factor that corrects the earlier sum: e to the (old maximum - new maximum)."""
+        """Return e^(old maximum - new maximum), by which the earlier sum is multiplied."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """Return what each number x that was read adds to the sum: eˣ⁻ᵐ, where m is the maximum.
+        """Return eˣ⁻ᵐ, which is added to the sum, for each number x that has been read.
 
-        before: with the numbers and the maximum from before the last number was read.
+        m is the maximum of these numbers.
+
+        before: leave out the last number, and use the maximum from before it was read.
         """
         m, read = (self.m_before, self.read - 1) if before else (self.m, self.read)
         return [_share(x, m) for x in self.row[: max(read, 0)]]
 
     @property
     def sum(self) -> str:
-        """Return the arithmetic of the last step as text: "2 × 0.5 + 1 = 2".
+        """Return how the last number changed the sum, as text such as "2 × 0.5 + 1 = 2".
 
-        It is earlier sum × correction + what the last number adds = new sum.
+        The terms are: earlier sum × correction + eˣ⁻ᵐ of the last number = new sum.
         """
         if self.m == -math.inf:
             return "0"
@@ -62,7 +65,7 @@ class Moment:
 
     @property
     def text(self) -> str:
-        """Return in words what the last step did.
+        """Return in words how the last number changed the maximum m and the sum ℓ.
 
         An example is "x = 2: m grows from 1 to 2; ℓ = 1 × 0.368 + 1 = 1.37".
         """
@@ -76,9 +79,10 @@ class Moment:
 
 
 def moments(row: Sequence[float]) -> list[Moment]:
-    """Return the state before the first number of `row`, and after each number.
+    """Return the state of online softmax before the first number of `row` and after each number.
 
-    Each number's (m, ℓ) is merged into that of the numbers before it.
+    The list has one `Moment` more than the row has numbers. Each number's (m, ℓ), maximum and sum,
+    is merged into that of the numbers before it.
     """
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]
@@ -90,28 +94,28 @@ def moments(row: Sequence[float]) -> list[Moment]:
 
 
 def _share(x: float, m: float) -> float:
-    """Return eˣ⁻ᵐ, what x adds to the sum; 0 for x = -inf, which is masked."""
+    """Return eˣ⁻ᵐ, which a number x adds to the sum; 0 for x = -inf, a masked number."""
     return 0.0 if x == -math.inf else math.exp(x - m)
 
 
 def _rounded(value: float, digits: int = 3) -> str:
-    """Return a number to `digits` digits as text, with − instead of a hyphen."""
+    """Return a number as text with `digits` significant digits, and with − instead of a hyphen."""
     return "−∞" if value == -math.inf else f"{value:.{digits}g}".replace("-", "−")
 
 
 def _exactly(x: float) -> str:
-    """Return a number of the row, or its maximum, as text with up to six digits."""
+    """Return a number of the row, or its maximum, as text with up to six significant digits."""
     return _rounded(x, digits=6)
 
 
 def softmax_player(row: Sequence[float]) -> StepThrough:
     """Return a widget with a slider that reads `row` one number at a time, as online softmax does.
 
-    A bar is what a number adds to the sum, eˣ⁻ᵐ. A dashed bar is what it added before the maximum
-    grew.
+    A bar is what a number x adds to the sum, eˣ⁻ᵐ, where m is the maximum so far. A dashed bar is
+    what it added before the maximum grew.
 
-    row: 1 to MOST_NUMBERS numbers; -inf is masked.
-    ValueError: there are more of them, or none, or one is +inf or NaN; cut the row.
+    row: 1 to MOST_NUMBERS (8) numbers; -inf stands for a masked number.
+    ValueError: the row is empty or has more numbers, or one of them is +inf or NaN.
     """
     row = [float(x) for x in row]
     if not 1 <= len(row) <= MOST_NUMBERS or any(math.isnan(x) or x == math.inf for x in row):
@@ -130,9 +134,10 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """Draw the weights of the numbers read, and below them the sum before and after the last one.
+    """Draw what each number that was read adds to the sum, and the sum before and after the last.
 
-    Return the picture.
+    The upper chart has a bar of height eˣ⁻ᵐ for each number x, dashed before the last was read; the
+    lower chart has the bars end to end.
     """
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"

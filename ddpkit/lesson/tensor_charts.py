@@ -1,4 +1,4 @@
-"""Pictures and the calculator of notebook 11: split matrix products, and the bytes they cost."""
+"""Pictures and the calculator of notebook 11: split matrix products, and the bytes to send."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,12 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
-    """Draw X·U = Y to scale, split in four ways; return the picture. Notebook 11.
+    """Draw a matrix product X·U = Y to scale, split among ranks in four ways. Used in notebook 11.
 
-    It shows for each way what each rank holds, and what it can compute on its own.
+    For each way it shows which part of X and U each rank holds, and which part of Y it can compute
+    on its own.
 
-    tokens, inputs, outputs: X is (tokens, inputs), U is (inputs, outputs).
+    tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
@@ -54,9 +55,9 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
     """Draw a matrix to scale, each part in the colour of the rank that has it.
 
-    x, y, tall, wide: its upper left corner and its size, in pixels.
-    split: None, every rank has all of it; 0 or 1, it is cut along this axis; "sum", each rank has a
-        summand of every number; "blocks", each rank has one block on the diagonal.
+    x, y, tall, wide: the matrix's upper left corner and its size, in pixels.
+    split: None if every rank has all of it; 0 or 1, the axis along which it is cut; "sum" if each
+        rank has a summand of every number; "blocks" if each rank has one block on the diagonal.
     """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
@@ -84,12 +85,12 @@ WIRES = {  # an H100's links inside its node and to other nodes, and an office's
 
 
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
-    """Return the bytes that a transformer's layer all-reduces in a step, for two ways to split it.
+    """Return the bytes that a transformer layer all-reduces in a step, for two ways to split it.
 
     It is {"tensor parallel": bytes of activations, "data parallel": bytes of gradients}, in 16-bit
     numbers.
 
-    width: of the layer. tokens: of the whole batch.
+    width: the layer's width. tokens: the number of tokens in the whole batch.
     """
     activations, gradients = CALLS * tokens * width, WEIGHTS * width**2
     return {"tensor parallel": 2 * activations, "data parallel": 2 * gradients}
@@ -101,9 +102,10 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
     """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
 
-    Notebook 11. Return a picture with a curve for tensor and one for data parallelism.
+    There is a curve for tensor and one for data parallelism. Used in notebook 11.
 
-    width: of the layer. tokens: sizes of the whole batch, in tokens, along the x axis.
+    width: the layer's width. world_size: the number of ranks.
+    tokens: sizes of the whole batch, in tokens, along the x axis.
     """
     title = f"Sent by each of {count(world_size, 'rank')} for a layer of width {width}, in a step"
     figure, (axes,) = chart(title, 480)
@@ -121,7 +123,10 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Return sliders for ranks, width and tokens, which show a layer's bytes and times."""
+    """Return a widget with sliders that compares tensor and data parallelism of a layer.
+
+    It has sliders for ranks, width and tokens, and shows what `layer_times` returns.
+    """
     powers = [2**power for power in range(10, 23)]
     return Calculator(
         layer_times,
@@ -132,11 +137,12 @@ def tensor_calculator() -> Calculator:
 
 
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
-    """Return (caption, picture) of a layer's seconds, for one setting of `tensor_calculator`.
+    """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    Times are predicted by notebook 02's α–β model, as latency plus bytes divided by bandwidth.
+    The times on each network of `WIRES` are predicted as latency plus bytes divided by bandwidth; a
+    dashed line marks the seconds of computing. `tensor_calculator` calls this with its sliders.
 
-    width: of the layer. tokens: of the whole batch.
+    world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """
     wholes = reduced_bytes(width, tokens)
     computing = 6 * WEIGHTS * width**2 * tokens / world_size / FLOPS_PER_S

@@ -1,7 +1,7 @@
 """Widgets for notebooks: a slider over pictures, and a function with sliders for its arguments.
 
-`StepThrough` steps through pictures. `Calculator` calls a function when a slider is moved. Both
-take a function that returns (caption, Picture or None).
+`StepThrough` steps through pictures. `Calculator` calls a function whenever a slider is moved. Both
+take a function that returns a caption and a picture, as (text, `Picture` or None).
 
     Calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
@@ -24,12 +24,13 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """A thing that a cell shows: widgets in a live notebook, a text and a picture everywhere else.
+    """An object that a live notebook shows as widgets, and a stored one as a text and a picture.
 
-    The widgets are its attribute `box`, which subclasses define.
+    The widgets are its attribute `box`, an ipywidgets widget that subclasses define.
 
-    text, telling: the text, and the picture or None, that a notebook stores. Tests compare the
-        text, so it must state no measured number.
+    text: what a stored notebook keeps in place of the widgets. Tests compare it, so it must state
+        no measured number.
+    telling: the picture that a stored notebook keeps, or None for no picture.
     """
 
     def __init__(self, text: str, telling: Picture | None):
@@ -50,9 +51,9 @@ class Live:
 
 
 class Below(Live):
-    """HTML with an animation below it, which a cell shows.
+    """A block of HTML with an animation below it, which a notebook cell shows.
 
-    text: what a stored notebook keeps of both. page: the HTML.
+    text: what a stored notebook keeps in place of both. page: the HTML. player: the animation.
     """
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
@@ -61,16 +62,16 @@ class Below(Live):
 
     @cached_property
     def box(self):
-        """Return the widget: the HTML, and the animation's widget below it."""
+        """Return the ipywidgets box of the HTML and, below it, the animation; made on first use."""
         import ipywidgets
 
         return ipywidgets.VBox([ipywidgets.HTML(self._page), self._player.box])
 
 
 def view(look: Callable[[], Look]):
-    """Return a widget that shows a caption above a picture.
+    """Return an ipywidgets widget that shows a caption above a picture; `show` can update it.
 
-    look: a function without arguments that returns (caption, Picture or None).
+    look: a function without arguments that returns (caption, Picture or None). It is called once.
     """
     import ipywidgets
 
@@ -80,12 +81,12 @@ def view(look: Callable[[], Look]):
 
 
 def show(shown, look: Callable[[], Look]) -> None:
-    """Update a widget made by `view` with what `look()` returns now.
+    """Update, in place, a widget made by `view`: show the caption and picture that `look` returns.
 
     If `look` raises an error, show it as the caption, above the old picture, since an error in a
     widget's callback would be invisible otherwise.
 
-    shown: the widget. look: returns (caption, Picture or None).
+    shown: the widget. look: a function without arguments that returns (caption, Picture or None).
     """
     caption, image = shown.children
     try:
@@ -101,7 +102,7 @@ def show(shown, look: Callable[[], Look]) -> None:
     caption.value = f'<div role="status" aria-live="polite" style="{style}">{said}</div>'
 
 
-# A shape that a Canvas drew with a `gid` of `page.moving` moves when its picture appears.
+# A shape moves when its picture appears if a Canvas drew it with a `gid` that `page.moving` made.
 MOVING = """<style>
 @keyframes ddpkit-travel { from { transform: translate(var(--from)) } }
 .ddpkit-travels { transform: translate(var(--to)); animation: ddpkit-travel 1s .3s both }
@@ -110,9 +111,9 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Return the picture as HTML, an <svg> with its size given, so that the page doesn't jump.
+    """Return a picture as HTML: an <svg> element that states its size, so that the page can't jump.
 
-    Shapes that were drawn with a `gid` of `page.moving` move when it appears.
+    Shapes that a Canvas drew with a `gid` made by `page.moving` move when the picture appears.
     """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"
@@ -127,7 +128,7 @@ def inline(picture: Picture) -> str:
 
 
 def named(label: str) -> dict:
-    """Return options for a widget, {option: value}, that label it, beside it and in a tooltip."""
+    """Return keyword arguments for an ipywidgets widget: `label` as its description and tooltip."""
     return {"description": label, "tooltip": label, "style": {"description_width": "initial"}}
 
 
@@ -158,11 +159,12 @@ use it.</div>"""
 
 
 def asking(controls, *shown):
-    """Return a widget of `controls`, which need the kernel, above `shown`, which doesn't.
+    """Return an ipywidgets box with `controls`, which need a running kernel, above `shown`.
 
-    Without a kernel, as in a reopened notebook, a note takes the place of the controls.
+    Without a kernel, for example in a reopened notebook, a note takes the place of the controls.
 
-    controls: a widget. shown: widgets.
+    controls: a widget; it is changed, since it gets a CSS class. shown: widgets that need no
+        kernel.
     """
     import ipywidgets
 
@@ -181,12 +183,12 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 class StepThrough(Live):
     """A slider over pictures, all of which are in the page, so that it steps without the kernel.
 
-    look: a function of a step that returns (caption, Picture).
-    label: the name of a step, beside the number. steps: all steps. start: the first one shown; by
-        default the lowest.
-    text: what a stored notebook keeps in place of the widget; by default the stored step's caption.
-    telling: the step whose picture is stored; by default `start`.
-    plays: start to play when it is shown, once.
+    look: a function from a step's number to (caption, Picture); each step's result is kept.
+    label: the word beside the step's number, such as "hop".
+    steps: the numbers of all steps. start: the step shown at first; by default the lowest.
+    text: what a stored notebook keeps in place of the widget; by default the caption of `telling`.
+    telling: the step whose picture a stored notebook keeps; by default `start`.
+    plays: whether it plays through the steps once by itself when it is shown.
     """
 
     def __init__(
@@ -208,7 +210,10 @@ class StepThrough(Live):
 
     @cached_property
     def box(self):
-        """Return the widget: the controls above the pictures. Every picture is drawn now."""
+        """Return the ipywidgets box of the controls, above the pictures.
+
+        It is made on first use, which draws the pictures of all steps.
+        """
         import ipywidgets
 
         ends = {"min": self._steps[0], "max": self._steps[-1], "value": self._start}
@@ -248,12 +253,13 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12
 
 @dataclass(frozen=True)
 class Slider:
-    """A slider over `values`, in their order.
+    """A description of a slider for `Calculator`, over `values` in their order.
 
-    Up to four words or truth values become buttons instead, because a dropdown doesn't answer the
+    Up to four strings or truth values become buttons instead, because a dropdown doesn't answer the
     arrow keys in JupyterLab.
 
-    label: its name. value: the initial one. say: turns a value into the text that is shown.
+    label: the text beside it. values: all values that can be chosen. value: the initial one.
+    say: a function from a value to the text that is shown for it.
     """
 
     label: str
@@ -276,14 +282,14 @@ class Slider:
 
 
 class Calculator(Live):
-    """A function with a slider for each argument: its caption and picture follow when one is moved.
+    """A widget with a slider for each argument of a function, whose result follows the sliders.
 
-    An error of the function is shown as the caption, except that of the first call, which is
-    raised.
+    Creating it calls the function once, with the initial values; an error of that call is raised.
+    An error of a later call is shown in place of the caption.
 
-    function: called with the sliders' values, by name; returns (caption, Picture or None).
+    function: called with the sliders' values by name; returns (caption, Picture or None).
     text: what a stored notebook keeps in place of the widget; by default the first caption.
-    sliders: {argument: its slider}.
+    sliders: the `Slider` of each argument, by the argument's name.
     """
 
     def __init__(
@@ -300,17 +306,17 @@ class Calculator(Live):
         return {name: slider.widget() for name, slider in self._sliders.items()}
 
     def look(self) -> Look:
-        """Return (caption, Picture or None) of the function for the sliders' present values."""
+        """Return the function's (caption, Picture or None) for the sliders' present values."""
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
     def reset(self, *_) -> None:
-        """Set every slider back to its first value; what a button hands over is ignored."""
+        """Set every slider back to its initial value; arguments, such as a button, are ignored."""
         for name, value in self._first.items():
             self.widgets[name].value = value
 
     @cached_property
     def box(self):
-        """Return the widget: the sliders and a reset button, above the caption and the picture."""
+        """Return the ipywidgets box: sliders and a reset button, above the caption and picture."""
         import ipywidgets
 
         shown = view(self.look)
