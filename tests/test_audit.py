@@ -1,6 +1,7 @@
 """ddpkit.audit: right trainings are the same, wrong ones are told with their factor and place."""
 
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
@@ -442,6 +443,49 @@ def test_ranks_that_do_not_step_together_are_told():
     tapes = [with_gradient(random(4)), with_gradient(random(4))]
     tapes[1].steps[0].losses = [1.0, 1.0]
     assert compare(serial, tapes).fine
+
+
+def test_what_is_written_between_two_updates_is_named():
+    def run(writes):
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Tape(2) as tape:
+            for step in range(2):
+                if step and writes:
+                    with torch.no_grad():
+                        getattr(model, writes)[1] = 3.0
+                optimizer.zero_grad()
+                model(torch.ones(3, 2)).square().sum().backward()
+                optimizer.step()
+        return tape
+
+    right, wrong = run(None), run("weight")
+    assert [step.written for step in wrong.steps] == [[], ["weight"]]
+    between = "between the updates of steps 0 and 1, "
+    told = str(compare(right, [right, wrong]))
+    assert f"{between}rank 1 changed weight: what writes there" in told
+    assert f"{between}rank 0, rank 1 changed weight:" in str(compare(right, [wrong, wrong]))
+    assert f"{between}the serial run changed weight:" in str(compare(wrong, [right, right]))
+    told = str(compare(run("bias"), [wrong] * 2))
+    assert "rank 0, rank 1 changed weight" in told
+    assert "the serial run changed bias" in told
+    assert compare(wrong, [wrong, wrong]).fine
+
+
+def test_who_skips_has_later_samples_and_that_is_no_reason_to_be_undecided():
+    def of(backwards, samples):
+        tape = with_gradient(random(4))
+        again = Step([1.0] * backwards, {"w": backwards * random(4)}, tape.steps[0].parameters)
+        again.samples = Counter({((1,), name): 1 for name in samples})
+        tape.steps.append(again)
+        return tape
+
+    report = compare(of(1, "ab"), [of(1, "a"), of(2, "bd")])
+    assert not report.undecided
+    assert "1 on rank 0; 2 on rank 1: each decides" in str(report)
+    assert "samples" not in str(report)
 
 
 def test_what_overflows_is_told():

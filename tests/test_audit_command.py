@@ -204,6 +204,14 @@ def test_what_a_script_that_draws_needs(drawing, capsys, options, loop, code, sa
     assert says in capsys.readouterr().out
 
 
+def test_parameters_may_have_other_names(capsys):
+    options = command.parse(["a.py", "--rename", "head.weight=embed.weight", "--rename", "b=c"])
+    assert options.rename == {"head.weight": "embed.weight", "b": "c"}
+    with pytest.raises(SystemExit):
+        command.parse(["a.py", "--rename", "head.weight"])
+    assert "expected --rename NAME=NAME, got head.weight" in capsys.readouterr().err
+
+
 @pytest.mark.wide
 def test_bad_input_is_told_in_a_sentence(tmp_path, capsys):
     assert command.main([str(tmp_path / "none.py")]) == 2

@@ -71,6 +71,7 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
         (20, 10, "10, was 20"),
         (20, 0, f"0, was 20 ({AT_ZERO})"),
         (20.0, 0.0, "0.0, was 20.0"),
+        (torch.tensor(20.0), torch.tensor(0.0), f"×0 ({AT_ZERO})"),
         (1, True, "True, was 1"),
         (True, False, "False, was True"),
         (

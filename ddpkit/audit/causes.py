@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .ratios import epsilon, near, ratio
-from .report import Difference
+from .report import SHOWN, Difference
 from .shares import kept, shares
 from .tape import SOME, Step, Tape
 
@@ -41,6 +41,26 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
             causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
     specific = [cause for cause in causes if cause != NO_FACTOR]
     return list(dict.fromkeys(specific or causes))
+
+
+def written_between(step: int, ours: Step, theirs: list[Step], rename: dict[str, str]) -> list[str]:
+    """Name the parameters that some ranks, or the serial run alone, changed before this step.
+
+    rename: {a name of the parallel model: the serial one}.
+    """
+    due = set(ours.written)
+    by_names: dict[tuple[str, ...], list[str]] = {}
+    for rank, taken in enumerate(theirs):
+        names = {rename.get(name, name) for name in taken.written}
+        by_names.setdefault(tuple(sorted(names - due)), []).append(f"rank {rank}")
+        by_names.setdefault(tuple(sorted(due - names)), []).append("the serial run")
+    by_names.pop((), None)
+    between = f"between the updates of steps {step - 1} and {step}"
+    return [
+        f"{between}, {', '.join(dict.fromkeys(who))} changed {', '.join(names[:SHOWN])}: "
+        "what writes there (a checkpoint that is loaded, an average, a broadcast)?"
+        for names, who in by_names.items()
+    ]
 
 
 def steps_apart(theirs: list[Step]) -> str:

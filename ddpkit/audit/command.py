@@ -67,11 +67,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks-parameters", action="store_true", help=begin)
     alone = "arguments of the run on one rank, if they aren't the same, in quotes"
     parser.add_argument("--serial-args", type=shlex.split, metavar="ARGS", help=alone)
+    rename = "a parameter of the parallel model, and what it is called in the serial one"
+    parser.add_argument("--rename", action="append", default=[], metavar="NAME=NAME", help=rename)
     apart = "each run in a folder of its own, with links to what is here"
     parser.add_argument("--apart", action="store_true", help=apart)
     parser.add_argument("--no-sgd", action="store_true", help="with the script's optimizer only")
     options = parser.parse_args(own)
     options.parallel = options.parallel or options.serial
+    if not all(pair.count("=") == 1 for pair in options.rename):
+        parser.error(f"expected --rename NAME=NAME, got {' '.join(options.rename)}")
+    options.rename = dict(pair.split("=") for pair in options.rename)
     options.arguments = after if dashes else []
     return options
 
@@ -113,7 +118,7 @@ def audit(options: argparse.Namespace) -> Report:
             given["parameters"] = parameters_of(together)
         (alone,) = tapes(options.serial, ours, 1, sgd, options, alone=two, given=given)
         try:
-            report = compare(alone, together)
+            report = compare(alone, together, options.rename)
         except ValueError as error:
             raise CannotTell(str(error)) from None
         report.optimizer = "SGD in the optimizer's place" if sgd else ""

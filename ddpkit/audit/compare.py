@@ -15,7 +15,7 @@ runs stay far below it. Where numbers are integers (`exact`), the tolerance is 0
 
 from torch import Tensor
 
-from .causes import NO_FACTOR, explained, first_output, of_the_update, steps_apart
+from .causes import NO_FACTOR, explained, first_output, of_the_update, steps_apart, written_between
 from .ratios import LOOSEST, added, alike, apart, epsilon, mean_of, part_that_differs, ratio
 from .report import Difference, Report
 from .samples import other_samples
@@ -65,7 +65,11 @@ def compare(
         if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
-            causes = [cause for cause in (steps_apart(theirs), others) if cause]
+            apart = steps_apart(theirs)
+            if apart and step:  # all went together before, so one skipped, and has later samples
+                others, report.undecided = "", False
+            causes = written_between(step, ours, theirs, rename)
+            causes += [cause for cause in (apart, others) if cause]
             report.causes += causes or explained(report.differences, ranks, ours, theirs)
             if step == 0 and (where := first_output(serial, parallel, tolerance)):
                 report.causes = [where, *(cause for cause in report.causes if cause != NO_FACTOR)]
@@ -116,7 +120,9 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
     theirs = {rename.get(name, name) for name in tape.begin}
     if serial.begin and theirs and not theirs & set(serial.begin):
         got = f"{next(iter(tape.begin))!r} on rank {tape.rank}, {next(iter(serial.begin))!r} in the"
-        raise ValueError(f"expected parameters of the same names, got {got} serial run: use rename")
+        raise ValueError(
+            f"expected parameters of the same names, got {got} serial run: use rename (--rename)"
+        )
 
 
 def first_tolerance(serial: Tape) -> float:

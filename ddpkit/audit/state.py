@@ -113,6 +113,8 @@ def because(was: object, now: object) -> str:
         differ = was != now
         if not differ.any() or now[differ].any():
             return ""
+        if was.dim() == 0:  # a counter
+            return AT_ZERO
         return ALL_ZERO if differ.all() else PART_ZERO
     counts = type(was) is int and type(now) is int
     return AT_ZERO if counts and now == 0 else ""

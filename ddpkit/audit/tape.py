@@ -43,7 +43,8 @@ class Step:
     is none}. parameters: {name: after the update}. samples: names of the rows that went into the
     model; rows: themselves, if they are kept. rates: the optimizer's learning rates. last: {name:
     the length of what the last of several micro-batches has added to the gradient}. parts: for each
-    of the losses {name: some elements of this rank's own gradient, before it is averaged}.
+    of the losses {name: some elements of this rank's own gradient, before it is averaged}. written:
+    names of parameters that weren't, at its first backward, what the update before had left.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Step:
     rates: list[float] = field(default_factory=list)
     last: dict[str, float] = field(default_factory=dict)
     parts: list[dict[str, Tensor]] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
@@ -194,7 +196,7 @@ class Tape:
                     self.updated = False
                     if not self.steps:
                         self.begin = self.whole(lambda parameter: parameter)
-                    self.steps.append(Step())
+                    self.steps.append(Step(written=self.written()))
                 else:
                     self.fill()
             if not self.updated:
@@ -269,6 +271,21 @@ class Tape:
             for path, parameter in root.named_parameters():
                 if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
                     yield plain_name(path), parameter.grad.detach()
+
+    def written(self) -> list[str]:
+        """Name the parameters that this rank has whole, and that changed since the last update."""
+        after = self.steps[-1].parameters if self.steps else {}
+        found = []
+        for root in self.roots:
+            for path, parameter in root.named_parameters():
+                kept = after.get(plain_name(path))
+                if kept is None or hasattr(parameter, "full_tensor"):
+                    continue
+                now = parameter.detach().cpu()
+                # A part has another shape, and what is NaN stays NaN.
+                if now.shape == kept.shape and not now.allclose(kept, 0, 0, equal_nan=True):
+                    found.append(plain_name(path))
+        return list(dict.fromkeys(found))
 
     # Whole tensors, by the serial model's names
 

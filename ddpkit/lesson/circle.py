@@ -60,7 +60,9 @@ def cells_of(frame: Frame, rank: int) -> list[Owner]:
 
 
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
-    """Return the pixel coordinates (x, y) of a cell's upper left corner.
+    """Return the pixel coordinates (x, y) of a cell's upper left corner in a picture of ranks.
+
+    The ranks stand on a circle, and each has a row of cells, which show the elements of its data.
 
     index: the cell's position in its rank's row, from 0. cells: the number of cells in that row.
     """

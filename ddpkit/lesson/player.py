@@ -86,7 +86,10 @@ def _check_kept(run):
 
 
 def _numbered(event: Event, step: int) -> str:
-    """Return the event's text, with the step's number before it unless it is a hop or the end."""
+    """Return the event's text after its step's number, such as "3. rank 0 sends 2 numbers".
+
+    Without the number if the event is a hop (several messages at the same time) or the run's end.
+    """
     return event.text if event.kind in ("hop", "end") else f"{step}. {event.text}"
 
 
