@@ -83,6 +83,11 @@ class Record:
     Times are this machine's `time.perf_counter()`, in seconds; None means that it hasn't happened
     yet. The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's
     Flight Recorder keeps similar records for NCCL.
+
+    seq: how many calls this rank made before in the same group or, for a message, with the same
+        sender, receiver and tag. issued, started, done: when the rank made the call, when the
+        transfer began, when it was complete. waited: when the rank first began to wait for it.
+    values, result: with keep_values, the numbers that the rank handed in, and those that arrived.
     """
 
     said: Said
@@ -303,14 +308,14 @@ class Board:
     # Reading, from any process, at any time.
 
     def calls(self, rank: int) -> int:
-        """Return how many calls `rank` has made, including those that have been overwritten."""
+        """Return how many calls `rank` has made; the board keeps only the last 256 (SLOTS)."""
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
         """Return a count for each rank, which grows with each call or state that the rank writes.
 
-        As long as all counts stay the same, no rank has moved. Marks of waiting and polls don't
-        count.
+        As long as all counts stay the same, no rank has moved. That a rank begins to wait, or asks
+        whether a call is complete, isn't counted.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
@@ -434,11 +439,14 @@ class Board:
         self._map[start : start + head] = page[:head]  # last, since it holds the count of events
 
     def _slot(self, rank: int, index: int) -> int:
-        """Return the word at which the slot of a rank's call `index` begins."""
+        """Return where on the board, in words of 8 bytes, a rank's call number `index` is kept."""
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
 
     def _get(self, rank: int, field: int) -> int:
-        """Return a counter of a rank's page. field: its word, such as _CALLS."""
+        """Return one of the counters that begin a rank's part of the board.
+
+        field: the counter's position there, such as _CALLS (0), in words of 8 bytes.
+        """
         return self._words[rank * _PAGE + field]
 
 

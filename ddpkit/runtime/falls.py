@@ -279,7 +279,7 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Return what a report says about a rank that isn't to blame: '  Rank 3 had returned.'
+    """Return a report's line about a rank that isn't to blame, such as "  Rank 3 had returned."
 
     It says how the rank failed by itself. If it didn't, it says whether the rank had
     returned, in which call it was, or on which line it was computing, when the launch ended it.

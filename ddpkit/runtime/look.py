@@ -100,7 +100,7 @@ class Look:
         return Situation(rank, "computing", place=self.board.place(rank))
 
     def _waits(self, rank: int) -> Iterator[Situation]:
-        """Yield a `Situation` for each thread of `rank` that waits in an open call.
+        """Yield a `Situation` for each thread of `rank` that is waiting in a call not yet complete.
 
         Its `call` is the one that holds the thread up. On a GPU this may be an earlier call, queued
         before the one in which the thread waits.
@@ -117,8 +117,9 @@ class Look:
     def _wait_on_stream(self, rank: int) -> Situation | None:
         """Return the situation of a rank whose GPU waits for a call while its program goes on.
 
-        On a GPU, wait() only makes the stream wait. Return None if the rank has called it for no
-        open call. At a standstill the situation's state is "waiting".
+        On a GPU, wait() only makes the stream wait. Return None if the rank hasn't called it for a
+        call that is still incomplete. The state is "waiting" if nothing has moved for long, and
+        "its stream waiting" otherwise.
         """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
@@ -141,9 +142,10 @@ class Look:
         return call if call is not None and call.done is None else None
 
     def _put_hopeless_waits_first(self) -> None:
-        """Choose which thread's wait stands for a rank in `now`: one that can never end, if any.
+        """Put into `now`, for each rank, the thread's wait that can never end, if there is one.
 
-        The waits of its other threads stay in `more`. This also fills in `destroyed`.
+        `now` has one `Situation` for each rank, though several of its threads may be waiting; the
+        waits of the others are in its `more`. This also fills in its `destroyed`.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)

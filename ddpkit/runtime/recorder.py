@@ -274,7 +274,8 @@ class Recorder:
     def count_callers(self, look: bool = False):
         """Write onto the board how many threads of this rank have made calls and are still alive.
 
-        While one of them waits, another may go on, so that the rank isn't certainly stuck.
+        The launcher needs it to judge a rank of which one thread is waiting, because another may go
+        on, so that the rank isn't certainly stuck.
         look: read the threads' stacks, and leave out those that idle in a pool; the main thread
             counts in any case.
         """

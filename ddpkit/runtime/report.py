@@ -170,10 +170,12 @@ def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
 
 
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (headline, advice) for ranks that wait for ranks which may still come.
+    """Return (headline, advice) if nothing has moved for long, though no rank is certainly stuck.
 
-    seconds: how long nothing has moved. The headline names the ranks that wait, and those that are
-        in no call; the advice asks about the first of the latter.
+    The headline names the ranks that are waiting in a call, and those for which they are waiting,
+    which are in no call; the advice asks about the first of the latter.
+
+    look: what each rank is doing now. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
     waiting = [s for s in look.now if s.state in INSIDE and s.missing]
@@ -258,9 +260,11 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 def _what_came_next(records: list[Record]) -> Record | None:
     """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
+    It looks for the longest earlier sequence of calls that equals the latest calls in group (or
+    pair of ranks) and line of code, and returns the call that followed. If several sequences are
+    equally long, the latest counts.
+
     records: the rank's last calls, the oldest first.
-    Looked for is the longest run of earlier calls that equals the latest ones, in channel and line;
-    the call that followed it is returned. If several are as long, the latest of them counts.
     """
     said = [(record.channel, record.place) for record in records]
     longest = 0

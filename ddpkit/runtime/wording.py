@@ -23,7 +23,11 @@ once = lru_cache(4096)
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
-    """A rank as a member of a group: what is needed to describe its calls in words."""
+    """A rank as a member of a process group: what is needed to describe its calls in words.
+
+    name: the group's name on the board, such as "0#1". label: the group for people, "world" or
+    "group [0, 2]". ranks: the members, as ranks of the world. rank: this one's place among them.
+    """
 
     name: str  # of the group, on the board: "0#1"
     label: str  # of the group, for people: "world", "group [0, 2]"
@@ -64,7 +68,10 @@ class Member:
         raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
-        """Return a sentence on the usual cause of a rank that is negative or too large."""
+        """Return a sentence on why a call names a rank that the group doesn't have.
+
+        number: the rank that the call names, which is negative or too large.
+        """
         if number < 0:
             ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
             return f"{ring} {made} Then say how many: launch(..., world_size=2)."

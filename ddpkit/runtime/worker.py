@@ -193,9 +193,9 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     exits.note_exits(Path(assignment.folder), assignment.rank)
 
     def disagree(by_rank):
-        """Report to the parent that ranks' calls differ, and block until it kills this rank.
+        """Report to the parent that ranks made different calls; block until it kills this rank.
 
-        by_rank: {rank: its record} of the call.
+        by_rank: {rank: the `Record` of its call}, for the calls that should have been the same.
         """
         pipe.send(("disagrees", by_rank))
         wait_to_be_ended()
@@ -237,7 +237,7 @@ def end_with_parent(lifeline: Connection):
 
 
 def wait_to_be_ended():
-    """Block for ever: the parent kills this rank when it has all replies."""
+    """Block until the parent kills this rank, which it does when all ranks have replied."""
     threading.Event().wait()
 
 
