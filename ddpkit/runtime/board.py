@@ -119,7 +119,7 @@ class Record:
 
     @property
     def call(self) -> str:
-        """Return the call as a person would write it: "all_reduce(8 float32, sum)"."""
+        """Return the call in words, such as "all_reduce(8 float32, sum)" for 8 elements."""
         return f"{self.op}({self.detail})"
 
     @property

@@ -74,9 +74,9 @@ class Link:
         """Return the seconds that one collective call or message takes on this link.
 
         op: torch.distributed's name for the call: "all_reduce", "send", ... A collective is assumed
-            to use the algorithm that `USUAL` has for it, such as a ring.
-        nbytes: the bytes of the tensor of an all_reduce; for a gather or scatter, the bytes of all
-            ranks' parts together.
+            to use the algorithm that this module's `USUAL` names for it, such as a ring.
+        nbytes: the bytes of the tensor in a message, broadcast, reduce or all_reduce; of all parts
+            together if each rank has one, as in all_gather, reduce_scatter or scatter.
         world_size: the number of ranks in the call's group.
         """
         hops, share = _hops_and_share(op, world_size)

@@ -319,7 +319,9 @@ class Recorder:
 
         On a GPU this blocks until the current stream has computed them.
         arrived: the tensors that hold the call's result.
-        buffer: a tensor whose whole storage is kept, for replays; None: keep what `issue` saw.
+        buffer: a tensor whose whole storage is copied into the record, so that a replay can show
+            the memory around the result; None: the record keeps the copy that `issue` made before
+            the call, if any.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)

@@ -79,7 +79,7 @@ class Member:
 
 
 def new_group(member: Member, place: Place) -> Said:
-    """Describe the connecting of a new group as a `Said`; it blocks like a collective call.
+    """Describe the call that connects a new group, which blocks like a collective, as a `Said`.
 
     A `Said` is the part of a call's record that is the same each time. Its fingerprint is "" here,
     so it isn't compared between ranks.
