@@ -9,6 +9,7 @@ from torch import nn
 from ddpkit.audit import same_state
 from ddpkit.audit.state import ALL_ZERO, AT_ZERO, PART_ZERO
 
+PARTS = 1 / torch.tensor([3.0, 7.0], dtype=torch.float64)
 ORDER = " in another order: row {} has what was row {}"
 
 
@@ -96,6 +97,15 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
             torch.tensor([0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9]),
             "rows 2 to 10 of 11" + ORDER.format(2, 10) + ", as if sorted as words",
         ),
+        (
+            torch.arange(6).reshape(2, 3),
+            torch.tensor([[0, 2, 1], [3, 5, 4]]),
+            "columns 1, 2 of 3 in another order: column 1 has what was column 2",
+        ),
+        (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 3], [2, 4]]), "transposed"),
+        (torch.tensor([1.001, 3.3]), torch.tensor([1.0, 3.296875]), "rounded to bfloat16"),
+        (torch.tensor([1.1, 3.3]), torch.tensor([1.1, 3.3]).half().float(), "rounded to float16"),
+        (PARTS, PARTS.float().double(), "rounded to float32"),
         (
             torch.tensor([1 + 2j, 3 - 1j]),
             torch.tensor([3 - 1j, 1 + 2j]),

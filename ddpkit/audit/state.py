@@ -77,7 +77,8 @@ def difference(was: object, now: object) -> str:
     if factor is not None:
         return f"×{factor:.4g}"
     some = f"no one factor, {int(differ.sum())} of {was.numel()} numbers differ"
-    return in_another_order(was, now) or part_that_differs(now, was, 0.0, 0.0) or some
+    known = as_a_whole(was, now) or in_another_order(was, now)
+    return known or part_that_differs(now, was, 0.0, 0.0) or some
 
 
 def comparable(x: Tensor) -> Tensor:
@@ -88,10 +89,31 @@ def comparable(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
+def as_a_whole(was: Tensor, now: Tensor) -> str:
+    """Say that a tensor was transposed, or rounded to a narrower dtype and back; "" if neither."""
+    if was.dim() == 2 and was.shape == was.T.shape and torch.equal(now, was.T):
+        return "transposed"
+    narrower = (torch.float32, torch.bfloat16, torch.float16) if was.is_floating_point() else ()
+    for dtype in narrower:
+        if torch.equal(now, was.to(dtype).to(was.dtype)):
+            return f"rounded to {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
 def in_another_order(was: Tensor, now: Tensor) -> str:
-    """Say that the same rows are there in another order, and name one; "" if they aren't."""
-    if was.dim() == 0:
-        return ""
+    """Say that the same rows, or columns, are there in another order; "" if they aren't."""
+    for axis, name in enumerate(("row", "column")[: was.dim()]):
+        told = order_of(name, was.movedim(axis, 0), now.movedim(axis, 0))
+        if told:
+            return told
+    return ""
+
+
+def order_of(name: str, was: Tensor, now: Tensor) -> str:
+    """Say which parts along the first axis are at other places, and name one; "" if none is.
+
+    name: what these parts are called, such as "row".
+    """
     count = len(was)
     both = torch.cat([was, now]).reshape(2 * count, -1)
     _, kinds = both.unique(dim=0, return_inverse=True)  # equal rows are of one kind
@@ -101,7 +123,8 @@ def in_another_order(was: Tensor, now: Tensor) -> str:
     moved = before != after
     first = int(moved.nonzero()[0])
     source = int((before == after[first]).nonzero()[0])
-    told = f"{numbered('row', moved)} in another order: row {first} has what was row {source}"
+    which = f"{name} {first} has what was {name} {source}"
+    told = f"{numbered(name, moved)} in another order: {which}"
     words = sorted(range(count), key=str)
     return f"{told}, as if sorted as words" if torch.equal(before[words], after) else told
 
