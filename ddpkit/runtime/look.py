@@ -79,9 +79,7 @@ class Look:
     # Where each rank is.
 
     def _situation(self, rank: int) -> Situation:
-        """Return the `Situation` of `rank`: the call in which it is waiting and for which ranks, or
-        that it is computing, starting, idle, or has returned.
-        """
+        """Return the `Situation` of `rank`: in which call it is waiting, or what its state is."""
         state = self.board.state(rank)
         if state == DISAGREES:
             last = self.records[rank][-1]
