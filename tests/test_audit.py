@@ -26,7 +26,7 @@ from ddpkit.audit import (
     unchanged,
 )
 from ddpkit.audit.causes import steps_apart
-from ddpkit.audit.finite import too_large
+from ddpkit.audit.finite import function_too_large, product_too_large
 from ddpkit.audit.ratios import apart
 from ddpkit.audit.tape import Step, plain_name
 from ddpkit.ddp import BucketedDDP
@@ -433,13 +433,15 @@ def test_ranks_that_do_not_step_together_are_told():
         return [Step([1.0] * count) for count in backwards]
 
     told = steps_apart(after(1, 2, 1))
-    assert "equally many backwards: 1 on rank 0, 2; 2 on rank 1: each decides for itself" in told
+    assert "numbers of backwards (1 on rank 0, 2; 2 on rank 1): each decides for itself" in told
     assert steps_apart(after(2, 2)) == ""
     assert steps_apart(after(0, 2)) == ""  # a pipeline's first stage has no loss
     serial = with_gradient(random(4))
     tapes = [with_gradient(2 * random(4)), with_gradient(2 * random(4))]
     tapes[1].steps[0].losses = [1.0, 1.0]
-    assert "1 on rank 0; 2 on rank 1: each decides" in str(compare(serial, tapes))
+    told = str(compare(serial, tapes))
+    assert "(1 on rank 0; 2 on rank 1): each decides" in told
+    assert "×2: 2 ranks: summed over them" in told  # and what the factor says
     tapes = [with_gradient(random(4)), with_gradient(random(4))]
     tapes[1].steps[0].losses = [1.0, 1.0]
     assert compare(serial, tapes).fine
@@ -484,23 +486,45 @@ def test_who_skips_has_later_samples_and_that_is_no_reason_to_be_undecided():
 
     report = compare(of(1, "ab"), [of(1, "a"), of(2, "bd")])
     assert not report.undecided
-    assert "1 on rank 0; 2 on rank 1: each decides" in str(report)
+    assert "(1 on rank 0; 2 on rank 1): each decides" in str(report)
     assert "samples" not in str(report)
+    always = [of(1, "a"), of(2, "bd")]  # also in the step before, in which they agreed
+    always[1].steps[0].losses = [1.0, 1.0]
+    report = compare(of(1, "ab"), always)
+    assert report.undecided
+    assert "each decides" not in str(report)
+    assert "samples together" in str(report)
 
 
 def test_what_overflows_is_told():
     def told(x, *parameters, of=torch.float32):
-        return too_large(torch.tensor(x, dtype=of), [torch.tensor(w, dtype=of) for w in parameters])
+        x, *parameters = (torch.tensor(numbers, dtype=of) for numbers in (x, *parameters))
+        return product_too_large(x, parameters) if parameters else function_too_large(x)
 
-    assert told([-1.0, 88.8]) == ": in float32 exponentials are inf from 88.7 on"
+    assert told([-1.0, 88.8]) == ": in torch.float32 exponentials are inf from 88.7 on"
     assert told([-1e5, 88.7]) == told([]) == ""
-    assert told([-1e20]) == ": in float32 squares are inf from 1.84e+19 on"
-    assert told([12.0], of=torch.half) == ": in float16 exponentials are inf from 11.1 on"
-    assert told([-257.0], of=torch.half) == ": in float16 squares are inf from 256 on"
+    assert told([-1e20]) == ": in torch.float32 squares are inf from 1.84e+19 on"
+    assert told([12.0], of=torch.half) == ": in torch.float16 exponentials are inf from 11.1 on"
+    assert told([-257.0], of=torch.half) == ": in torch.float16 squares are inf from 256 on"
     assert told([88.8], of=torch.double) == ""
     assert told([88.8], [2.0], [3.0]) == ""  # a layer multiplies
-    layer = ", its parameters at most 200: float16 ends at 6.55e+04"
+    layer = ", its parameters at most 200: torch.float16 ends at 6.55e+04"
     assert told([200.0, 1.0], [-200.0, 2.0], [1.0], of=torch.half) == layer
+    assert told([1.0], [2.0, float("nan")]) == ", its parameters aren't"
+
+
+def test_nothing_is_said_of_exponentials_where_a_gradient_is_large():
+    told = r"the gradient that a module \(Root\) .*, at most 1e\+05$"  # as with a loss's scale
+    with pytest.raises(NotFinite, match=told), finite():
+        (1e5 * Root()(torch.zeros(1, requires_grad=True))).sum().backward()
+
+
+def test_parameters_that_are_not_finite_are_told():
+    layer = nn.Linear(2, 2)
+    nn.init.constant_(layer.bias, torch.nan)
+    told = "has NaN; its inputs are finite, at most 1, its parameters aren't"
+    with pytest.raises(NotFinite, match=told), finite(layer):
+        layer(torch.ones(1, 2))
 
 
 def test_nan_is_named_and_whose_it_is():
@@ -638,27 +662,19 @@ def test_the_first_output_that_differs_is_named(added, told):
     assert told in f"{report}\n"
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(self.layer(x))
-
-
 def test_the_first_call_of_the_first_batch_is_on_the_tape_and_no_batch_is_kept():
-    model = Twice()
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 4)
-    first = model.layer(x).detach().double().flatten()
+    first = layer(x).detach().double().flatten()
     with Tape(2) as tape:
         for _ in range(2):
             model(x).sum().backward()
             optimizer.step()
             assert tape.arriving == []
-    assert torch.equal(tape.outputs["layer"].some, first)
-    assert list(tape.outputs) == ["layer", ""]  # as they return
+    assert torch.equal(tape.outputs["0"].some, first)
+    assert list(tape.outputs) == ["0", ""]  # as they return
 
 
 def test_names_are_the_serial_models():

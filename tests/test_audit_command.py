@@ -188,12 +188,7 @@ def test_a_script_that_draws_by_rank_with_the_ranks_samples(drawing, tmp_path, c
     ("options", "loop", "code", "says"),
     [
         (["--seed", "0", "--apart"], "right", 2, "of theirs aren't among its own"),
-        (
-            ["--seed", "0", "--apart", "--ranks-samples"],
-            "late",
-            1,
-            "micro-batch 1 stays on its rank",
-        ),
+        (["--seed", "0", "--apart", "--ranks-samples"], "late", 1, "micro-batch 1 stays on its"),
         (["--seed", "0", "--ranks-samples"], "right", 1, "loads what another has saved (--apart)"),
         (["--apart", "--ranks-samples"], "right", 1, "other seeds (--seed)"),
         (["--apart", "--ranks-samples", "--ranks-parameters"], "right", 0, "the same training"),

@@ -44,8 +44,8 @@ TRAININGS = {
     "weighted_by_samples": "×1.67 for micro-batch 0; ×0.833 for micro-batch 1, micro-batch 2",
     "phantom_scale": "2^-16: a loss's scale",
     "zeroed_inside": "×0 for micro-batch 0, micro-batch 1, micro-batch 2; ×1 for micro-batch 3",
-    "overflow_of_my_own": "equally many backwards: 1 on rank 0, 2; 2 on rank 1: each decides for "
-    "itself whether to skip",
+    "overflow_of_my_own": "after different numbers of backwards (1 on rank 0, 2; 2 on rank 1): "
+    "each decides for itself whether to skip",
     "rescaled_each_time": "×0.111 for micro-batch 0; ×0.333 for micro-batch 1; ×1 for",
     "scaled_by_the_world": "×3: 3 ranks",
     "other_axis": "×0.25: 4 ranks",

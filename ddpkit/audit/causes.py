@@ -72,8 +72,8 @@ def steps_apart(theirs: list[Step]) -> str:
         return ""
     told = "; ".join(f"{n} on rank {', '.join(ranks)}" for n, ranks in sorted(counts.items()))
     return (
-        f"ranks don't make this update after equally many backwards: {told}: each decides for "
-        "itself whether to skip (an overflow of its own), or has other numbers of batches"
+        f"ranks make this update after different numbers of backwards ({told}): each decides for "
+        "itself whether to skip (an overflow of its own), or they have unequal numbers of batches"
     )
 
 

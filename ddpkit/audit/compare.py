@@ -65,12 +65,16 @@ def compare(
         if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
-            apart = steps_apart(theirs)
-            if apart and step:  # all went together before, so one skipped, and has later samples
+            before = map(list, zip(*(tape.steps[:step] for tape in parallel), strict=True))
+            skipped = "" if any(map(steps_apart, before)) else steps_apart(theirs)
+            if skipped and step:  # the rank that skipped has the samples of a later step
                 others, report.undecided = "", False
             causes = written_between(step, ours, theirs, rename)
-            causes += [cause for cause in (apart, others) if cause]
-            report.causes += causes or explained(report.differences, ranks, ours, theirs)
+            causes += [cause for cause in (skipped, others) if cause]
+            if not causes or (causes == [skipped] and step == 0):
+                factors = explained(report.differences, ranks, ours, theirs)
+                causes += [cause for cause in factors if not causes or cause != NO_FACTOR]
+            report.causes += causes
             if step == 0 and (where := first_output(serial, parallel, tolerance)):
                 report.causes = [where, *(cause for cause in report.causes if cause != NO_FACTOR)]
             break
@@ -120,9 +124,7 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
     theirs = {rename.get(name, name) for name in tape.begin}
     if serial.begin and theirs and not theirs & set(serial.begin):
         got = f"{next(iter(tape.begin))!r} on rank {tape.rank}, {next(iter(serial.begin))!r} in the"
-        raise ValueError(
-            f"expected parameters of the same names, got {got} serial run: use rename (--rename)"
-        )
+        raise ValueError(f"expected parameters of the same names, got {got} serial run: use rename")
 
 
 def first_tolerance(serial: Tape) -> float:

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,15 +38,17 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
         if is_leaf(part):
             calls[part] = calls.get(part, 0) + 1
             where = f"rank {rank}: the output of {told(part)}, call {calls[part]}"
-            complain(
-                where, tensors(output), tensors(inputs), "its inputs are", [*part.parameters()]
-            )
+            parameters = [*part.parameters()]
+            product = partial(product_too_large, parameters=parameters)
+            hint = product if parameters else function_too_large
+            complain(where, tensors(output), tensors(inputs), "its inputs are", hint)
 
     def on_gradient(part, to_inputs, of_outputs):
         if is_leaf(part):
             where = f"rank {rank}: the gradient that {told(part)} hands back"
+            hint = partial(product_too_large, parameters=[*part.parameters()])
             came = "the one that came to it is"
-            complain(where, tensors(to_inputs), tensors(of_outputs), came, [*part.parameters()])
+            complain(where, tensors(to_inputs), tensors(of_outputs), came, hint)
 
     handles = []
     for part in filter(is_leaf, paths):
@@ -70,16 +73,19 @@ def is_leaf(part: nn.Module) -> bool:
 
 
 def complain(
-    told: str, results: list[Tensor], causes: list[Tensor], verb: str, parameters: list[Tensor]
+    told: str, results: list[Tensor], causes: list[Tensor], verb: str, hint: Callable
 ) -> None:
-    """Raise NotFinite if a result isn't finite, and say what it was made of."""
+    """Raise NotFinite if a result isn't finite, and say what it was made of.
+
+    hint: called with the first of the causes, if all are finite; it says why they may be to blame.
+    """
     for result in results:
         if result.isfinite().all():
             continue
         kind = "NaN" if result.isnan().any() else "inf"
         if not all(bool(cause.isfinite().all()) for cause in causes):
             raise NotFinite(f"{told} has {kind}, and {verb} not finite either")
-        why = "".join(too_large(cause, parameters) for cause in causes[:1])
+        why = hint(causes[0]) if causes else ""
         raise NotFinite(f"{told} has {kind}; {verb} finite, at most {largest(causes):.3g}{why}")
 
 
@@ -88,23 +94,24 @@ def largest(tensors: list[Tensor]) -> float:
     return max((x.detach().abs().max().item() for x in tensors if x.numel()), default=0.0)
 
 
-def too_large(x: Tensor, parameters: list[Tensor]) -> str:
-    """Name what overflows: products with the parameters or, without any, exponentials or squares.
-
-    Returns "" if none of these does.
-    """
-    if x.numel() == 0:
-        return ""
+def product_too_large(x: Tensor, parameters: list[Tensor]) -> str:
+    """Say that products of x with parameters overflow, or these aren't finite; "" if neither."""
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+        return ", its parameters aren't"
+    weight = largest(parameters)
     most = torch.finfo(x.dtype).max
-    kind = str(x.dtype).removeprefix("torch.")
-    if parameters:
-        weight = largest(parameters)
-        if largest([x]) * weight * x.shape[-1:].numel() > most:
-            return f", its parameters at most {weight:.3g}: {kind} ends at {most:.3g}"
-    elif x.max().item() > math.log(most):
-        return f": in {kind} exponentials are inf from {math.log(most):.3g} on"
-    elif x.abs().max().item() > math.sqrt(most):
-        return f": in {kind} squares are inf from {math.sqrt(most):.3g} on"
+    if largest([x]) * weight * x.shape[-1:].numel() <= most:
+        return ""
+    return f", its parameters at most {weight:.3g}: {x.dtype} ends at {most:.3g}"
+
+
+def function_too_large(x: Tensor) -> str:
+    """Say from where on exponentials, or squares, are inf; "" if no number in x is that large."""
+    most = torch.finfo(x.dtype).max
+    if x.numel() and x.max().item() > math.log(most):
+        return f": in {x.dtype} exponentials are inf from {math.log(most):.3g} on"
+    if largest([x]) > math.sqrt(most):
+        return f": in {x.dtype} squares are inf from {math.sqrt(most):.3g} on"
     return ""
 
 

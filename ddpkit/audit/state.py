@@ -12,9 +12,7 @@ from torch import Tensor
 from .ratios import numbered, part_that_differs, ratio
 
 MISSING = object()
-ALL_ZERO = (
-    "nothing was written into it: another tensor is in use, or it was saved before it was filled"
-)
+ALL_ZERO = "nothing was written into it: another tensor is in use, or it was saved too early"
 PART_ZERO = "nothing was written there: the parts of other ranks or files didn't arrive"
 AT_ZERO = "as at the start: no file was found, or its name was known before it was there"
 

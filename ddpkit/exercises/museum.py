@@ -10,7 +10,7 @@ is named once it is answered. For the curious, all pieces on all their meshes:
     python -m ddpkit.exercises.museum --seeds 1000  # hours; --seeds 3 takes some minutes
 
 Each run is judged twice: by the piece's own comparison of numbers, and, where something trains, by
-the audit, by the tapes of all ranks.
+the audit, from the tapes of all ranks.
 """
 
 import argparse

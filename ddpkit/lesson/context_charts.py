@@ -225,12 +225,8 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
         _draw_blocks(canvas, left, seen_by, hop)
     for rank in range(ranks):
         canvas.badge(40 + 96 * rank, TOP + side + 32, rank)
-    canvas.text(
-        60 + 96 * ranks,
-        TOP + side + 50,
-        "a block's number: its hop; ½: on the diagonal",
-        align="left",
-    )
+    key = "a block's number: its hop; ½: on the diagonal"
+    canvas.text(60 + 96 * ranks, TOP + side + 50, key, align="left")
     return canvas.picture(text)
 
 

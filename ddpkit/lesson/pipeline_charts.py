@@ -205,9 +205,8 @@ def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
     """Count the micro-batches whose activations a rank holds in the tick that ends at `tick`.
 
-    A micro-batch is held from the start of its forward, such as "1F0", to the end of its backward,
-    "1B0", or, if that is split in two, of the part for the weights, "1W0". If the rank has several
-    stages, it counts once in each.
+    A micro-batch is held in a stage from the start of its forward, such as "1F0", to the end of its
+    backward "1B0", or, if that is split in two, of the part for the weights, "1W0".
 
     actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """

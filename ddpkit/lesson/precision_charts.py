@@ -34,9 +34,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     for at, (name, losses) in enumerate(curves.items()):
         # Later curves are thinner, so that one that lies upon another leaves it visible.
         style = {"color": page.colour(at), "ls": STYLES[at % 4], "lw": max(8 - 2 * at, 3)}
-        ends = range(
-            EVERY, len(losses) + 1, EVERY
-        )  # the last steps are left out if there are fewer
+        ends = range(EVERY, len(losses) + 1, EVERY)
         means = [sum(losses[end - EVERY : end]) / EVERY for end in ends]
         axes.plot(ends, means, label=name, **style)
     axes.set(xlabel="step", ylabel="bits per byte")
