@@ -45,6 +45,7 @@ def test_memory_levels_are_drawn():
 
 
 def test_a_program_lies_on_its_machines_roof():
-    picture = roofline({"small": (1e9, 1e9), "large": (1e12, 1e10)}, [("program", "large", 10)])
-    assert list(picture.figure.axes[0].lines[2].get_ydata()) == [1e11]
-    check_picture(picture, *page.RANK_COLOURS[:2])
+    roofs = {f"peak 1e{n}": (10.0**n, 1e10) for n in range(9, 16)}  # more than there are markers
+    picture = roofline(roofs, [("program", "peak 1e12", 10)])
+    assert list(picture.figure.axes[0].lines[7].get_ydata()) == [1e11]
+    check_picture(picture, *page.RANK_COLOURS[:7])

@@ -33,15 +33,15 @@ class Difference:
 
     def __str__(self) -> str:
         where = "on every rank" if self.all else f"on rank {', '.join(map(str, self.ranks))} only"
-        if self.own:
-            where = "each rank has its own"
+        where = "each rank has its own" if self.own else where
         ratio = self.part
         if self.factor is not None:
             ratio = f"×{self.factor:.4g}"
             if near(self.factor, 1) and not self.own:
                 ratio += f" but for {self.error:.0e} of its length"
         when = "at the start" if self.step < 0 else f"step {self.step}"
-        return f"{when}, {self.what} of {self.named}: {ratio}, {where}"
+        of = f"{when}, {self.what} of {self.named}"
+        return f"{of}: {where}; their mean: {ratio}" if self.own else f"{of}: {ratio}, {where}"
 
     @property
     def named(self) -> str:

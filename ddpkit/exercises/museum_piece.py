@@ -263,6 +263,7 @@ class Piece:
             self.first = not wrong, near
             self.false_alarm = mechanism != SOUND and not self.wrong_with()
         lines = [self.of_the_mechanism(mechanism, wrong), of_the_number(number, near)]
+        lines = lines if wrong else lines[::-1]  # what is wrong comes first
         passed = near and not wrong
         if passed:
             lines = [f"✓ {self.name}: mechanism and number. {self.why} Source: {self.source}."]

@@ -5,6 +5,7 @@ serves as its alt text.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import torch
 
@@ -21,8 +22,7 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 
     Both axes are logarithmic: a slope of 1 means linear growth, 2 quadratic growth.
 
-    peaks: {name of the curve: {sequence length in tokens: most bytes alive at the same time}}; only
-        the first 5 curves, as many as `page.MARKERS`, are drawn.
+    peaks: {name of the curve: {sequence length in tokens: most bytes alive at the same time}}.
     title: the heading of the chart and of its alt text.
 
     The bytes don't depend on the machine, so the alt text states them. Used in notebook 09.
@@ -38,8 +38,7 @@ def bytes_by_length(peaks: Curves, title: str) -> Picture:
 def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) -> Picture:
     """Draw measured time against sequence length, both axes logarithmic.
 
-    seconds: {name of the curve: {sequence length in tokens: seconds}}; only the first 5 curves, as
-        many as `page.MARKERS`, are drawn.
+    seconds: {name of the curve: {sequence length in tokens: seconds}}.
     ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
         speed}, drawn as a dashed line that no curve can get below.
     title: the heading of the chart and of its alt text.
@@ -56,13 +55,13 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, float] | None = None):
     """Draw curves over sequence length, both axes logarithmic; return matplotlib's figure.
 
-    curves: {name: {length in tokens: value}}; only the first `len(page.MARKERS)` are drawn.
+    curves: {name: {length in tokens: value}}.
     unit: "B" if the values are bytes, "s" if they are seconds.
     ceiling: {length in tokens: value} of a dashed line, which the legend calls "matrix products
         alone"; None for no line.
     """
     figure, (axes,) = chart(title)
-    looks = zip(page.RANK_COLOURS, page.MARKERS, strict=False)
+    looks = zip(cycle(page.RANK_COLOURS), cycle(page.MARKERS))
     for (name, curve), (fill, marker) in zip(curves.items(), looks, strict=False):
         style = {"color": fill, "lw": 3, "marker": marker, "ms": 11}
         axes.plot(list(curve), list(curve.values()), label=name, **style)
@@ -144,14 +143,14 @@ def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]
     the peak of the processor. A program is a point on the line of its machine. Both axes are
     logarithmic.
 
-    roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}, at most
-        5 machines, as many as `page.MARKERS`.
+    roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}.
     programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.
 
     The alt text states intensities but no speeds, as they may be measured. Used in notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
-    looks = dict(zip(roofs, zip(page.RANK_COLOURS, page.MARKERS, strict=False), strict=False))
+    looks = zip(cycle(page.RANK_COLOURS), cycle(page.MARKERS))
+    looks = dict(zip(roofs, looks, strict=False))
     reach = [0.5, 2000.0]
     for name, (operations, nbytes) in roofs.items():
         bend = operations / nbytes

@@ -188,7 +188,7 @@ def scaling(
 
     compute_s: the seconds that one worker computes for the whole batch; n workers take 1/n of it.
     wires: {name of the curve: function from the number of workers to seconds of communication},
-        which are added to the time of computing. Only the first `len(page.RANK_COLOURS)` are drawn.
+        which are added to the time of computing.
     most: the largest number of workers.
 
     A dot marks the lowest point of each curve, and the alt text says where it is. A dashed line
@@ -199,7 +199,7 @@ def scaling(
     workers, said = range(1, most + 1), []
     alone = [compute_s / n for n in workers]
     axes.plot(workers, alone, color="black", lw=2, ls=page.DASHES, label="computing alone")
-    for (name, wire), fill in zip(wires.items(), page.RANK_COLOURS, strict=False):
+    for (name, wire), fill in zip(wires.items(), itertools.cycle(page.RANK_COLOURS)):
         seconds = [compute_s / n + wire(n) for n in workers]
         best = min(workers, key=lambda n: seconds[n - 1])
         axes.plot(workers, seconds, color=fill, lw=3, label=name)

@@ -182,9 +182,8 @@ def test_one_answer_alone_is_not_judged(tied):
 def test_a_wrong_mechanism_is_tried_and_what_is_left_is_said(tied):
     verdict = tied(mechanism="c", number=3)
     assert verdict.passed is False
-    assert "repaired as c says, the run on 3 ranks, 2 micro-batches isn't that on one" in (
-        verdict.text
-    )
+    said = "repaired as c says, the run on 3 ranks, 2 micro-batches isn't that on one"
+    assert said in verdict.text
     assert "has ×" in verdict.text
     assert "the number is right" in verdict.text
     tied(mechanism="b", number=3)
