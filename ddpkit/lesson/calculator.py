@@ -1,4 +1,4 @@
-"""Make the calculators of notebooks 04 and 07: bucket caps on a wire, and ZeRO's stages.
+"""Make the calculators of notebooks 04 and 07: a step's time by bucket cap, and ZeRO's stages.
 
 A calculator is a notebook widget: a function with a slider for each argument, which shows the
 caption and the picture that the function returns for the sliders' values.
@@ -29,8 +29,8 @@ def bucket_calculator(
 
     In backward of a training step gradients become ready one by one. They are collected in buckets,
     each of which is full when it has as many bytes as the cap, and is then all-reduced. The picture
-    shows both over time, and the caption says how many milliseconds of communication are exposed,
-    which means not hidden behind backward.
+    shows when gradients become ready and when buckets are sent, and the caption says how many
+    milliseconds of communication are exposed, which means not hidden behind backward.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
@@ -76,9 +76,9 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
     """Return {bucket cap in bytes: plan} for all caps that make a difference, each a power of two.
 
     A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
-    cap. A plan is a list of buckets, each a list of indices into `gradients`. The smallest caps
-    give every gradient a bucket of its own, the largest puts all gradients of a dtype into one.
-    Where several caps lead to the same plan, only the largest of them is returned.
+    cap. A plan is a list of buckets, each a list of indices into `gradients`. The smallest cap
+    gives every gradient a bucket of its own; the largest, which is above the size of all gradients
+    together, puts all of a dtype into one. Of caps with the same plan, the largest is returned.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """

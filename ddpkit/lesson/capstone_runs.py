@@ -84,9 +84,9 @@ def weigh(config: TrainConfig) -> int:
     """Take two training steps; return the bytes of the training's state that this rank holds.
 
     To be called on every rank. The state is the rank's part of the parameters, buffers and
-    optimizer moments; gradients and activations aren't counted. A barrier precedes the second step,
-    so that `sent` can count the bytes of that step alone, because in the first step ranks also
-    exchange the order of their calls.
+    optimizer moments; gradients and activations aren't counted. Between the steps is a barrier, at
+    which `sent` begins to count bytes. In the first step ddpkit's FSDP also sends messages by which
+    ranks check that they make their calls in the same order, so that step isn't counted.
     """
     trainer = Trainer(config)
     trainer.step(0)  # in which ranks also exchange the order of their calls

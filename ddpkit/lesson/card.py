@@ -1,6 +1,8 @@
-"""Write cards in HTML for the words of a check or a prediction, with a sign and colours.
+"""Write cards in HTML that show the result of an exercise's check, or a reader's guess.
 
-A card has its own light background, so it is legible in dark themes as well.
+The verdict gives a card its sign and its colours: True is a right answer (✓), False a failed check
+(✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card has its own light
+background, so it is legible in dark themes as well.
 """
 
 import html
@@ -23,8 +25,8 @@ CODE += "; white-space: pre-wrap"
 def frame(look: bool | str | None, inside: str) -> str:
     """Return HTML that wraps `inside`, itself HTML, in a card of the verdict's colours.
 
-    look: the verdict, a key of `LOOKS`, which is True, False, "surprise" or None. Only its colours
-        are used; its sign is left to the caller.
+    look: the verdict: True, False, "surprise" or None. Only its colours are used; its sign is left
+        to the caller.
     """
     _, ink, ground = LOOKS[look]
     style = f"background: {ground}; border: 1px solid {ink}; border-left-width: 8px"
@@ -54,7 +56,7 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
     """Return the HTML of a card with a question, its answer in large letters and a guess.
 
     look: the verdict on the guess, which gives the colours: True if it is right, "surprise" if it
-        is wrong, None if there is none.
+        is wrong, None if the reader hasn't guessed.
     guess: what the reader entered; "" if nothing was entered, which leaves it out of the card.
     """
     sign, ink, _ = LOOKS[look]
@@ -69,8 +71,8 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
 def score_card(text: str, looks: Sequence[bool | str | None]) -> str:
     """Return the HTML of a card with a score in words, and a dot for each question.
 
-    looks: for each question, a key of `LOOKS`, which gives its dot the colour. The dot is filled
-        for True and "surprise", and open for False and None.
+    looks: for each question, the verdict on its answer, which gives its dot the colour. The dot is
+        filled if the question was answered (True or "surprise"), otherwise open.
     """
     dots = (
         f'<span style="color: {LOOKS[look][1]}">{"●" if look else "○"}</span>' for look in looks

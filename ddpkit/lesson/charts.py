@@ -65,8 +65,8 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
     """Draw a bar for each result, in a group for each tensor size; return the picture.
 
     results: a `ddpkit.bench.results.Results`. A ceiling, which is the time of merely moving the
-        bytes, is drawn as a black mark on the bars of other results; second measurements of a
-        baseline are left out.
+        bytes, is drawn as a black mark on the bars of other results. The second measurement of the
+        same thing, by which a benchmark shows its noise, is left out.
     value: function of a result and of the seconds that it took, which returns the height of a bar.
         It is called with the result's median time for the bar, with its ceiling's for the mark.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
@@ -139,9 +139,9 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     marks the middle half of them.
 
     seconds: {name of the variant: [seconds of a step in each round]}.
-    compute: the name of the variant that computes and sends nothing; a dashed line marks its
+    compute: the name of the variant that only computes, and doesn't send; a dashed line marks its
         median.
-    link: the emulated link, to be named in the title, or None if there was none.
+    link: the emulated link, a `Link` or its text, to be named in the title; None if there was none.
 
     The alt text names the variants and states no time. Used in notebook 04.
     """
@@ -410,7 +410,8 @@ def byte_bars(
 
     A bar's total is written at its right end. A dashed line marks a GPU's memory of 80 GB.
 
-    rows: {label of the bar: {kind of memory: bytes}}, with the kinds of `ddpkit.memory.KINDS`.
+    rows: {label of the bar: {kind of memory: bytes}}; a kind is one of `ddpkit.memory.KINDS`, such
+        as "parameters" or "activations".
     title: the heading of the chart and of its alt text.
     chosen: the label of a bar to highlight, or None.
 

@@ -51,7 +51,7 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 
 
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
-    """Return the owner of each element in a rank's first buffer; each is drawn as a cell.
+    """Return the owner of each element in a rank's first buffer, as one picture shows them.
 
     The owner of an element is the rank that the number came from, a frozenset of ranks if it is the
     sum of their numbers, or None if that isn't known.
@@ -93,7 +93,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
-    """Draw a rank: its name and its cells, with a thick frame around those that it sends."""
+    """Draw a rank as `frame` shows it: its name and cells, with a thick outline if it sends them."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)

@@ -2,8 +2,9 @@
 
 The animation steps through ring attention, in which keys and values travel from rank to rank, one
 rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,
-as `blocks_computed` noted them in a real run. The charts show bytes sent by number of key/value
-heads, and the load of experts.
+as `blocks_computed` noted them in a real run. A deal says which chunks of the sequence each rank
+has; deals have names, such as "in order" and "zigzag". The charts show bytes sent by number of
+key/value heads, and the load of experts.
 """
 
 import time
@@ -233,6 +234,7 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
 def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
     """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
 
+    Those of hop number `hop` have a thick frame, those of later hops are white.
     seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, whether it is
         on the diagonal).
     """
@@ -257,7 +259,8 @@ def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> f
     One head's keys are (tokens of the rank) × (numbers of a head). The bytes that the rank sends
     are the result times the bytes of these.
 
-    scheme: "ring" for ring attention; anything else is the all-to-all of heads for tokens.
+    scheme: "ring" for ring attention; anything else for all-to-alls, by which each rank gets all
+        tokens of some heads for its own tokens of all heads.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
     """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
@@ -272,9 +275,10 @@ def crossing(
 ) -> Picture:
     """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
 
-    Lines follow the formula of `sent_for_a_key`, dotted where an all-to-all can't run; points are
-    the bytes in the records of a run. A dashed line marks the number of heads for which ring and
-    all-to-all send equally much. The alt text states it, and the most bytes that were measured.
+    Lines follow the formula of `sent_for_a_key`, dotted where an all-to-all can't run, since there
+    are fewer such heads than ranks; points are the bytes in the records of a run. A dashed line
+    marks the number of heads for which ring and all-to-all send equally much. The alt text states
+    it, and the most bytes that were measured.
 
     measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}.
     heads: the number of query heads. world_size: the number of ranks.

@@ -406,8 +406,8 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
     longest: the seconds that the time axis spans.
-    named: whether to write the operation's name or its initials on each box that has room. With
-        several streams nothing is written.
+    named: write the operation's name on each box that has room, or its initials where only they
+        have; with several streams nothing is written. False: write nothing.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about

@@ -1,10 +1,11 @@
 """Build the animation of a recorded run: every rank's numbers after each event, and their owners.
 
-The animation is called a film, and is a list of frames, which `player` and `circle` draw. The owner
-of a number is the rank that it came from. Owners follow from the records of the ranks' calls:
-before its first receive a rank's numbers are its own, and a message brings its owners along to the
-elements where it arrives. A number that changes in place after that belongs to all ranks whose
-numbers it is found to be the sum of; otherwise its owner is unknown.
+The animation is called a film, and is a list of frames, which `player` and `circle` draw. An event
+is a message sent, a message received, or a collective call. The owner of a number is the rank that
+it came from. Owners follow from the records of the ranks' calls: before its first receive a rank's
+numbers are its own, and a message brings its owners along to the elements where it arrives. A
+number that changes in place after the first receive belongs to all ranks whose numbers it is found
+to be the sum of; otherwise its owner is unknown.
 """
 
 import copy
@@ -50,8 +51,9 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 class Frame:
     """One picture of an animation: an event of the run, and every rank's elements just after it.
 
-    The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it is a
-    sum over several, or None if that is unknown. A hop is all messages that travel side by side.
+    An event is a message sent or received, or a collective call. The owner of an element is the
+    rank that contributed it: an int, a frozenset of ranks if it is a sum over several, or None if
+    that is unknown. A hop is all messages that travel side by side.
 
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
         that the run's records give it or, for the result of a collective call, the call's name.
@@ -204,22 +206,22 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Return the range of indices, within the rank's buffer, of the numbers that a call moves.
+    """Return the indices of the numbers that a call moves, within the memory of its tensor.
 
-    record: the record of the call, such as a send or receive; its `memory` must not be None.
+    record: the record of a send, say, whose `memory` isn't None: it was made with keep_values.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
-    """Return the part of the rank's buffer whose numbers a call moves; `place` as a slice."""
+    """Return the indices that `place` returns, as a slice."""
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """Return a frame for each event of a run: a picture of every rank's numbers just after it.
 
-    The last frame also has the `Holdings` of all ranks. If there are no events, the list is empty.
+    The last frame's `holdings` also have each rank's buffers and the owners of the numbers in them.
 
     events: what `replay` returned, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order.
@@ -265,8 +267,9 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     their way, and those of earlier hops as arrived; the last frame shows what ranks hold in the
     end.
 
-    frames: what `film` returned. All events are sends and receives, and every message was received.
-    run: the `Run` that the frames show, or the LaunchError of a failed launch.
+    frames: what `film` returned for events that are sends and receives only, where every message
+        was received.
+    run: the `Run` that the frames show, for what the ranks returned, or a failed launch's error.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -295,9 +298,9 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
-    If a rank's function returned as many numbers as the rank's first buffer holds, they replace
-    those in the buffer. They may show what no message did, such as the last sum of a
-    reduce-scatter. `last.holdings` is changed in place.
+    A buffer is named as in `Frame.memory`. If a rank's function returned as many numbers as the
+    buffer that the rank used first has, they replace those in the buffer: no message shows, for
+    example, the last sum of a reduce-scatter. `last.holdings` is changed in place.
 
     last: the last frame that `film` returned.
     run: the `Run` that it shows, or the LaunchError of a failed launch, which returned nothing.

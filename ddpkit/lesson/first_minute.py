@@ -18,9 +18,9 @@ SAID = "font-size: 13px; line-height: 1.4; white-space: pre-wrap; margin: 6px 0"
 
 
 def introduce_and_add() -> list[float]:
-    """Print this rank's process id; return four sums over all ranks of the number 10^rank.
+    """Print this rank's process id; return four numbers, each the sum of 10^rank over all ranks.
 
-    To be called on every rank of a launch. `ring_all_reduce` computes the sums.
+    To be called on every rank of a launch. `ring_all_reduce` adds up a tensor of four.
     """
     print(f"here I am, pid {os.getpid()}")
     x = torch.full((4,), 10.0 ** dist.get_rank())
@@ -63,12 +63,12 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 class FourRanks(Live):
     """A widget that launches four ranks, which add up round a ring, and shows their messages.
 
-    Creating one launches the ranks, which takes about as long as any launch. Their messages are
-    animated once, and two buttons launch ranks that fail.
+    Creating one launches the ranks, and waits until they have finished. Below the animation of
+    their messages are two buttons, each of which launches a function in which a rank fails.
 
     player: the widget that animates the messages, with a slider over the hops.
-    report: the HTML widget below the buttons, with the code of the broken function and the error
-        that `launch` raised. It exists once `box` has been used.
+    report: the HTML widget below the buttons. After a click it shows the code of the button's
+        function and the error that `launch` raised. It exists once `box` has been used.
     """
 
     def __init__(self):
@@ -96,7 +96,7 @@ class FourRanks(Live):
     def break_it(self, label: str) -> None:
         """Launch a broken function; show its code, then the error and each rank's last calls.
 
-        label: the label of the clicked button, a key of `BREAKS`.
+        label: the clicked button's label, a key of `BREAKS`, which has the function's source.
         """
         from .lanes import lanes
 

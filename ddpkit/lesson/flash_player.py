@@ -1,6 +1,6 @@
 """Draw flash attention for notebook 09: a matrix of scores tile by tile, and its rows' state.
 
-A tile is a block of the matrix, some queries by some keys, that is computed at a time. Only the
+A tile is a block of the matrix, some queries by some keys, that is computed in one go. Only the
 current tile shows its numbers, because those of earlier tiles have been forgotten and those of
 later tiles haven't been computed yet.
 """

@@ -19,8 +19,8 @@ class FloatExplorer(Live):
     The reader types a number and chooses a format; each of its bits in that format is a button,
     which flips the bit.
 
-    value: the initial number as text, such as "0.1" or "1/3". format: the initial format, a key of
-        `BY_NAME`, such as "bf16".
+    value: the initial number as text, such as "0.1" or "1/3". format: the initial format: "fp32",
+        "tf32", "bf16", "fp16", "fp8 e4m3" or "fp8 e5m2".
     number: the `floats.Number` whose bits the buttons show.
     entry, choice, buttons: the widgets for the number, the format and the bits, once `box` exists.
     ValueError: `value` is no number, or there is no such format.

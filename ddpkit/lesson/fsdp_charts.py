@@ -14,8 +14,9 @@ from .widgets import Calculator, Slider
 def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
-    Each rank keeps an equal number of rows, rounded up; where rows run out, dashed boxes are
-    padding. The alt text says how many rows of each parameter each rank has. Used in notebook 12.
+    Each parameter is cut by itself: every rank keeps the same number of its rows, rounded up, and
+    where rows run out, dashed boxes are padding. The alt text says how many rows of each parameter
+    each rank has. Used in notebook 12.
 
     lengths: {name of the parameter: number of its rows, which is the length of its first axis}.
     world_size: the number of ranks.
@@ -95,8 +96,9 @@ def worth_calculator() -> Calculator:
     """Return a widget with sliders that compares the times of sending and of computing.
 
     Sliders set the sizes of a transformer, the number of ranks and their speed. The picture shows
-    for each kind of parallelism, on each network of `WIRES`, the seconds of sending divided by the
-    seconds of computing. Below 1, sending can hide behind computing. Used in notebook 12.
+    for each kind of parallelism, over NVLink, 400 Gbit and 100 Gbit Ethernet, the seconds of
+    sending divided by those of computing. Below 1, sending can hide behind computing. Used in
+    notebook 12.
     """
     return Calculator(
         worth,
@@ -123,9 +125,10 @@ def worth(
 ) -> tuple[str, Picture]:
     """Return (caption, chart) that compare the times of sending and computing in a transformer.
 
-    The chart has a row for each network of `WIRES`, and in it a mark for each kind of parallelism,
-    at the seconds of sending for each second of computing. Left of the dashed line, sending takes
-    less time. The alt text states the numbers. `worth_calculator` calls this with its sliders.
+    The chart has a row for each network (a key of `WIRES`: NVLink 4, 400 Gbit, 100 Gbit), and in it
+    a mark for each kind of parallelism, at the seconds of sending for each second of computing.
+    Left of the dashed line, sending takes less time. The alt text states the numbers.
+    `worth_calculator` calls this with its sliders.
 
     tokens: the tokens of a rank's batch; for ring attention, those of one sequence on the rank.
     width: the model's width, which is how many numbers it has for each token.

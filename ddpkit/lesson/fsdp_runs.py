@@ -70,7 +70,7 @@ class InPlace:
     """A transport whose reduce-scatter needs no scratch memory, since it all-reduces in place.
 
     A transport is an object with the functions `start_all_gather` and `start_reduce_scatter`, by
-    which FSDP sends if it is given as `transport=`. Gloo's own reduce-scatter copies the message
+    which `ddpkit.fsdp.FSDP(transport=...)` sends. Gloo's own reduce-scatter copies the message
     first, which would be counted as peak memory.
     """
 
@@ -89,10 +89,10 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
     """Run forward and backward of `number` micro-batches, then call `model.synchronize()`.
 
     Each micro-batch is `x`, and the loss is the sum of the output. `synchronize` is skipped if the
-    model has no such method. Gradients add up in the model's `.grad`; nothing is returned.
+    model has no such method. Gradients add up in the parameters' `.grad`; nothing is returned.
 
-    quiet: arguments of `model.no_sync`, inside which all micro-batches but the last run, so that
-        they don't send. None: `no_sync` isn't used.
+    quiet: keyword arguments of `model.no_sync`. All micro-batches but the last run inside that, so
+        they don't send. None or {}: `no_sync` isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -111,7 +111,7 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
     pass isn't measured, because in it ranks also compare the order of their calls. To be called on
     all ranks.
 
-    x: the model's input, as for `micro_batches`. options: its arguments `number` and `quiet`.
+    x: the model's input, as for `micro_batches`. options: `number` and `quiet` of that function.
     """
     micro_batches(model, x, **options)  # here ranks also compare the order of their calls
     model.zero_grad()

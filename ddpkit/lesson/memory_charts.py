@@ -36,7 +36,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
     and dashed lines the beginnings of forward, backward and other phases. The alt text states each
     peak and what is live there. Used in notebook 06.
 
-    watched: {name of the run: its timeline}, as `ddpkit.memory.watch` fills it.
+    watched: {name of the run: its timeline}; `ddpkit.memory.watch` returns such a timeline.
     """
     title = "Bytes alive during a step"
     used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
@@ -102,11 +102,12 @@ HALVES = (
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     """Draw a transformer block as two rows of operations, with stamps on what it keeps.
 
-    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd". The alt
-    text lists all kept tensors by name, and their sum. Used in notebook 06.
+    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd", for
+    b sequences of s tokens, each d numbers. The alt text lists all kept tensors by name, and their
+    sum. Used in notebook 06.
 
-    terms: what `ddpkit.memory.block_activations` returns for materialised attention and dropout.
-        (): draw the operations alone.
+    terms: the kept tensors, as `ddpkit.memory.block_activations` returns them for materialised
+        attention and dropout. (): draw the operations alone.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -264,7 +265,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """Return how many trained numbers `ddpkit.models.GPT` has with `VOCABULARY` tokens."""
+    """Return the number of parameters of a `ddpkit.models.GPT` that has GPT-2's 50,257 tokens."""
     return layers * (12 * width**2 + 10 * width) + VOCABULARY * width + 2 * width
 
 

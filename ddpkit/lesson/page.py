@@ -64,7 +64,7 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Return "black" or "white", whichever is easier to read on `fill`, a colour of this module."""
+    """Return "black" or "white", whichever is easier to read on `fill`, such as `page.BLUE`."""
     return "white" if fill in (BLUE, BLACK, WINE, WRONG) else "black"
 
 
@@ -159,7 +159,7 @@ class Picture:
 def chart(title: str, height: float = HEIGHT, rows: int = 1, columns: int = 1, **options):
     """Make a matplotlib figure with a grid of charts; return (figure, list of its axes).
 
-    The figure is `card.WIDEST` pixels wide, and the axes are listed row by row.
+    The figure is 960 pixels wide (`card.WIDEST`), and the axes are listed row by row.
 
     title: the heading above all charts. height: the figure's height in pixels.
     rows, columns: the size of the grid. options: passed to matplotlib's `Figure.subplots`.
@@ -417,8 +417,8 @@ class Canvas:
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
-    The shapes that are drawn while it is set travel from `start` to `end`, each an offset (x, y)
-    in points from the place where they are drawn.
+    The shapes that are drawn while it is set travel from `start` to `end`, each an offset (x, y) in
+    points (72 to an inch) to the right of and below the place where they are drawn.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 

@@ -54,7 +54,7 @@ def where(lit: str | None = None) -> Map:
 
 
 def _line(mark: str, words: list[str]) -> str:
-    """Return a line of the text table: `mark`, then the words, padded to the widths of `WIDTHS`."""
+    """Return a row of the text table: `mark` ("→ " or two spaces), then each word in its column."""
     padded = [f"{word:{width}}" for word, width in zip(words, WIDTHS, strict=True)]
     return (mark + "".join(padded)).rstrip()
 

@@ -36,7 +36,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     until: leave out the actions that begin at this tick or later, and draw a line there.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: the schedule is wrong, or would hang.
+    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -63,7 +63,7 @@ def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
     schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: the schedule is wrong, or would hang.
+    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
     """
     return _idle(_planned(schedule, ticks))
 
@@ -168,7 +168,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: the schedule is wrong, or would hang.
+    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))

@@ -35,8 +35,8 @@ class Choice:
     backend: "nccl" or "gloo".
     gpus: the number of GPUs that the ranks share; 0 means that they run on the CPU.
     line: the backend and the reason for it in one line, for the user.
-    environ: environment variables that each rank gets in addition, in place of the user's own;
-        "{rank}" in a value stands for the rank.
+    environ: environment variables to set in each rank, {name: value}; they win over the user's
+        own. "{rank}" in a value stands for the rank.
     """
 
     backend: str
@@ -52,8 +52,8 @@ def start_on(
 
     Return what `start` returns. The backend is chosen by the number of GPUs that the driver
     reports, since CUDA mustn't be initialized in this process. That number may be wrong, as for a
-    card in MIG mode, and only a rank finds out, by NoGpu: then all ranks are started a second time,
-    on the CPU.
+    card in MIG mode; only a rank finds out, and `start` raises NoGpu. With "auto", all ranks are
+    then started a second time, on the CPU.
 
     start: a function that takes a `Choice` and starts the ranks accordingly.
     backend: "auto", "nccl" or "gloo".
@@ -71,8 +71,9 @@ def start_on(
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
     """Choose NCCL if every rank can use a GPU, otherwise Gloo on the CPU; return a `Choice`.
 
-    If there are fewer GPUs than ranks, ranks share them: with "auto" only if NCCL is at least
-    version SHARES_A_GPU, with "nccl" always. With "gloo" or an emulated link it is always Gloo.
+    If there are fewer GPUs than ranks, ranks share them: with "auto" only if NCCL is at least 2.30,
+    the first that lets ranks of one host share a GPU; with "nccl" always. With "gloo" or an
+    emulated link it is always Gloo.
 
     backend: "auto", "nccl" or "gloo". link: an emulated link between the ranks, or None.
     ValueError: `backend` is "nccl", and PyTorch can use no GPU; use "auto".
@@ -110,9 +111,9 @@ def choose_gloo(reason: str) -> Choice:
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
     """Return the environment variables, {name: value}, with which NCCL lets ranks share a GPU.
 
-    Before version 2.30, NCCL refuses two ranks on one GPU if they are on the same host. It goes by
-    NCCL_HOSTID, so each rank claims to be on a host of its own; their data then goes through
-    sockets.
+    From version 2.30 on, one variable allows it. Before, NCCL refuses two ranks on one GPU if they
+    are on the same host, which it knows by NCCL_HOSTID: so each rank claims to be on a host of its
+    own, and their data goes through sockets.
 
     ranks: the number of ranks on one GPU. version: NCCL's, as (2, 30, 7).
     """
@@ -128,10 +129,10 @@ def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL library that torch has loaded, as (2, 30, 7); () without NCCL.
+    """Return the version of the NCCL library that torch has loaded, such as (2, 30, 7).
 
-    It asks the library itself, since the version that torch was built with may differ, and falls
-    back on that version only if there is no library to ask.
+    If the library can't be asked, this is the version that torch was built with, which may differ;
+    () if torch was built without NCCL.
     """
     try:
         number = ctypes.c_int()

@@ -1,8 +1,15 @@
 """The board: memory that the ranks of a launch share, where each writes its calls and its state.
 
 A rank writes a call (a collective, a message, the making of a group) before it makes it, on its own
-page, its part of the memory. So the launcher can read what a rank did that is blocked in C++ or
-dead, and other ranks can see whether they are about to make the same call.
+page, its part of the memory. So the launcher can read what a rank did even if the rank is dead or
+blocked in C++, and other ranks can see whether they are about to make the same call.
+
+channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
+    make on a channel belong together.
+fingerprint: what must be the same in calls that belong together: operation, size, dtype, ...
+via: the line of an installed framework that the user's line called, as "file:line:function", or "".
+word: 8 bytes. A page begins with counters; then come two notes (pickles, the second one says which
+    groups the rank has destroyed), and 256 (SLOTS) slots, one for each of its last calls.
 """
 
 import mmap
@@ -17,8 +24,7 @@ from pathlib import Path
 # rank makes a different call.
 STARTING, RUNNING, RETURNED, IDLE, DISAGREES = range(5)
 
-# A rank's page is a head of counters, two notes, and slots for its last calls. Numbers are words
-# of eight bytes, each written at once, so that a concurrent reader sees the old or the new number.
+# A word is written at once, so that a concurrent reader sees the old or the new number.
 _CALLS, _EVENTS, _STATE, _THREADS, _POLLED, _POLLED_AT, _WAITING = range(7)
 CALLERS = 8  # threads of a rank that have a waiting mark each
 _NOTE = 128  # words of a note: a pickle
@@ -45,9 +51,7 @@ class Said:
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
     ranks: tuple[int, ...]  # the group's members, as global ranks
-    # The n-th calls of ranks on a channel belong together. It is a group, or, for messages with one
-    # tag, one direction between two ranks.
-    channel: str
+    channel: str  # its name
     fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
     # Handed in by this rank; those that it receives, for recv and receivers of broadcast, scatter.
@@ -58,7 +62,7 @@ class Said:
     file: str
     line: int
     function: str
-    via: str = ""  # "file:line:function" in an installed framework, which the user's line called
+    via: str = ""
     # Of an all_to_all: how many elements this rank sends to each member, and expects from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -66,7 +70,8 @@ class Said:
     def hashes(self) -> tuple[int, int]:
         """Return (hash of the channel, hash of the fingerprint).
 
-        By them another rank finds this call on the board and compares it with its own.
+        By the first, another rank finds this call on the board; by the second it compares the call
+        with its own.
         """
         return hash32(self.channel), hash32(self.fingerprint)
 
@@ -87,7 +92,8 @@ class Record:
     seq: how many calls this rank made before in the same group or, for a message, with the same
         sender, receiver and tag. issued, started, done: when the rank made the call, when the
         transfer began, when it was complete. waited: when the rank first began to wait for it.
-    values, result: with keep_values, the numbers that the rank handed in, and those that arrived.
+    values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
+        those that arrived; otherwise None.
     """
 
     said: Said
@@ -146,9 +152,10 @@ class Record:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes of all ranks' parts together, which `Link.seconds` takes as `nbytes`.
+        """Return the size of the call in bytes, from which an emulated link computes its seconds.
 
-        For an all_gather or gather these are `bytes` times the number of ranks, otherwise `bytes`.
+        For an all_gather or gather, to which each rank brings a part of `bytes` bytes, this is the
+        size of all parts together. For other operations it is `bytes`, what this rank handed in.
         """
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
@@ -159,8 +166,8 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
     They don't match if the sender sends another number of elements than the receiver expects.
 
     by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
-        missing. Records without `splits` are skipped, and so are those with fewer than one for each
-        rank, whose ranks raise an error of PyTorch's.
+        missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are those
+        with too few sizes for the group: there PyTorch itself raises an error.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -201,13 +208,14 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write a call with all its fields into its slot on the page of `rank`, new or once more.
+        """Write a call with all its fields into its slot on the page of `rank`, or rewrite it
+        there.
 
         Another process may read at any moment. It sees a new call only once the count of calls has
         grown, and `records` reads again only once the count of events has: so these come last.
 
         index: that of the call among all calls of `rank`, from 0. The call with an index that is
-            greater by SLOTS overwrites it.
+            greater by 256 (SLOTS) overwrites it.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -237,7 +245,10 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
-        """Write a record's times and flags into the slot at word `at`. None becomes 0."""
+        """Write a record's times and flags into the slot that begins at word `at` of the board.
+
+        None becomes 0.
+        """
         times = self._times
         times[at + _STARTED] = record.started or 0.0
         times[at + _DONE] = record.done or 0.0
@@ -250,7 +261,8 @@ class Board:
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
         index: that of the call among all calls of `rank`, from 0; None removes the mark.
-        caller: which of the rank's CALLERS marks is the thread's, from 0.
+        caller: the thread's number among those of `rank` that make calls, from 0 to 7 (CALLERS is
+            8): each has a mark of its own.
         """
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
@@ -266,7 +278,11 @@ class Board:
         self._times[rank * _PAGE + _POLLED_AT] = now
 
     def set_state(self, rank: int, state: int):
-        """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES."""
+        """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES.
+
+        IDLE: it has run a notebook's cell, and waits for the next one. DISAGREES: it has found that
+        another rank makes a different call.
+        """
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
 
@@ -277,27 +293,26 @@ class Board:
     def set_place(self, rank: int, place: tuple | None):
         """Note on the board which line of the user's code the main thread of `rank` has reached.
 
-        place: (file, line, function, via), where via is the line of an installed framework that
-            this line called, as "file:line:function", or ""; None if no line is known. If it is too
-            long for its room on the board, the earlier note stays.
+        place: (file, line, function, via); None if no line is known. If it is too long for its room
+            on the board, the earlier note stays.
         """
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
         """Note which groups `rank` has destroyed, and on which lines.
 
-        places: {name of the group: (file, line, function, via)}, the oldest first; via is the line
-            of an installed framework that this line called, or "". If the note has no room for all,
-            the oldest are left out.
+        places: {name of the group: (file, line, function, via)}, the oldest first. If the note has
+            no room for all, the oldest are left out.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
-        """Pickle `note` into the page of `rank`, from word `at` on; return whether it fits.
+        """Pickle `note` into the page of `rank`, from the page's word `at` on; return whether it
+        fits.
 
-        If it needs more than _NOTE words, nothing is written.
+        If it needs more than the 128 words (_NOTE) of a note, nothing is written.
         """
         blob = pickle.dumps(note, protocol=5)
         start = (rank * _PAGE + at) * _WORD
@@ -312,10 +327,11 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return a count for each rank, which grows with each call or state that the rank writes.
+        """Return a count for each rank, which grows whenever the rank writes a call or its state.
 
-        As long as all counts stay the same, no rank has moved. That a rank begins to wait, or asks
-        whether a call is complete, isn't counted.
+        A call is written when it is made, and again when it has begun or completed. As long as all
+        counts stay the same, no rank has moved. That a rank begins to wait, or asks whether a call
+        is complete, isn't counted.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
@@ -331,8 +347,8 @@ class Board:
     def polled(self, rank: int) -> tuple[int, float] | None:
         """Return (index of the call, time) of the last poll that found a call incomplete, or None.
 
-        A poll is a question of `rank` whether a call is complete. The index is that among all calls
-        of `rank`, from 0. The time is the `time.perf_counter()` of the rank's machine.
+        In a poll, `rank` asks whether a call is complete, as by `handle.is_completed()`. The index
+        is that among all calls of `rank`, from 0; the time, its machine's `time.perf_counter()`.
         """
         index = self._get(rank, _POLLED) - 1
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
@@ -340,21 +356,22 @@ class Board:
     def place(self, rank: int) -> tuple | None:
         """Return the line that the main thread of `rank` was on when this was last noted, or None.
 
-        The line is (file, line, function, via); via is the line of an installed framework that this
-        line called, as "file:line:function", or "".
+        It is the (file, line, function, via) that `set_place` was given.
         """
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:
-        """Return the groups that `rank` has destroyed: {name: (file, line, function, via)}.
+        """Return the groups that `rank` has destroyed, and by which lines.
 
-        These are the lines that destroyed them; via is the line of an installed framework that this
-        line called, or "".
+        It is {name: (file, line, function, via)}, as `set_destroyed` was given.
         """
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:
-        """Return the object pickled in the note at word `at`; None if absent or half-written."""
+        """Return the object pickled in the note at word `at` of a page; None if it can't be read.
+
+        It can't if nothing was written there, or if it is half-written at the moment.
+        """
         start = (rank * _PAGE + at) * _WORD
         try:
             return pickle.loads(self._map[start : start + _NOTE * _WORD])
@@ -362,7 +379,7 @@ class Board:
             return None
 
     def state(self, rank: int) -> int:
-        """Return the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES."""
+        """Return the state that `set_state` wrote for `rank`, or STARTING."""
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:
@@ -372,7 +389,7 @@ class Board:
     def record(self, rank: int, index: int) -> Record | None:
         """Return the record of one call of `rank`; None if it was overwritten or is being written.
 
-        index: that of the call among all calls of `rank`, from 0. Only the last SLOTS are kept.
+        index: that of the call among all calls of `rank`, from 0. The last 256 (SLOTS) are kept.
         The fields `waits`, `number` and `stream` aren't on the board and have their defaults.
         """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
@@ -393,11 +410,10 @@ class Board:
         return Record(said, seq, issued, *times, 0, *became, values, result, memory)
 
     def records(self, rank: int) -> list[Record]:
-        """Return the last calls of `rank`, at most SLOTS, oldest first.
+        """Return the records of the last calls of `rank`, at most 256 (SLOTS), oldest first.
 
-        A call that is being written is left out. The list is cached until the rank writes again:
-        the launcher looks at ranks that compute four times a second, and reading 256 calls takes
-        milliseconds.
+        A call that is being written is left out. The list is cached until the rank writes again,
+        since reading 256 calls takes milliseconds, and the launcher asks several times a second.
         """
         events = self._get(rank, _EVENTS)
         if rank not in self._read or self._read[rank][0] != events:
@@ -412,7 +428,8 @@ class Board:
         The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
         yet, or it was overwritten.
 
-        channel: the hash of the channel's name. seq: the index of the call on that channel.
+        channel: the hash of the channel's name, as in `Said.hashes`. seq: the index of the call on
+            that channel, from 0.
         """
         words = self._words
         slots = rank * _PAGE + _HEAD
@@ -473,7 +490,8 @@ def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     that a report of a hang needs least. A text is cut after 80 characters, other fields become
     None.
 
-    kept: (values, result, memory) of the record.
+    said: the fields that are the same each time. kept: (values, result, memory) of the record,
+        which are pickled behind them.
     """
     fields = [*_all_said(said), *kept]
     blob = pickle.dumps(fields, protocol=5)

@@ -1,4 +1,4 @@
-"""Find the line that changes a tensor while it is being sent: `launch(..., check_buffers=True)`.
+"""Find calls whose tensor is changed while it is being sent: `launch(..., check_buffers=True)`.
 
 An asynchronous collective or send may read its tensor at any time until it has been waited for. A
 program that writes into the tensor before that sends a mixture of old and new numbers, a different
@@ -56,7 +56,7 @@ class CheckedGroup(WireGroup):
     def _reads(self, op: str, opts) -> bool:
         """Return whether this rank sends the contents of the tensor that takes the result.
 
-        In an all_reduce or reduce every rank does, in a broadcast only its root.
+        In an all_reduce or reduce every rank does, in a broadcast its root, in other calls none.
 
         opts: torch's options of the call.
         """

@@ -23,8 +23,8 @@ LONG_S = 1.0  # after which a warning says how long copying took
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
     """Return (fn, args, kwargs) pickled, with the globals and closure variables that `fn` uses.
 
-    Warn if the result is larger than LARGE_BYTES, since every rank gets a copy, and name what is
-    large in it.
+    Warn if the result is larger than 10 MB (LARGE_BYTES), since every rank gets a copy, and name
+    what is large in it.
 
     ValueError: an argument or a variable can't be pickled; the message names it. Make it inside the
         function instead.
@@ -131,10 +131,10 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
 
 
 def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
-    """Warn that every rank gets a copy of `nbytes`, and name the parts larger than LARGE_BYTES.
+    """Warn that every rank gets a copy of `nbytes`, and name the parts that are larger than 10 MB.
 
     arguments: {the name of each, for the message: its value}. seconds: how long the pickling took,
-    which is mentioned if it is more than LONG_S.
+    which is mentioned if it is more than a second.
     """
     large = []
     for name, value in (_used(fn) | arguments).items():

@@ -25,8 +25,8 @@ def last_calls(
     guilty: the record of the call to blame for the hang, or None if it isn't known. If at least two
         of `ranks` belong to its group, the table holds only the calls on its channel (a group, or
         one direction between two ranks), numbered from 1 on that channel. Below the table stand
-        each rank's last `OTHER_CALLS` calls on other channels, which may rightly differ from rank
-        to rank. Otherwise, and if `guilty` is a receive from any rank, calls of all groups are
+        each rank's last two calls on other channels, which may rightly differ from rank to rank.
+        Otherwise, and if `guilty` is a receive from any rank, calls of all groups are
         shown.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
@@ -82,7 +82,8 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
     If all their calls but new_group are collectives of groups to which all of `ranks` belong, every
     rank has to make the same calls. Then this is a table with a mark where they first differ.
     Otherwise calls may rightly differ between ranks: this is a table without a mark as long as no
-    rank has made more than `LAST_CALLS`, and beyond that a list of each rank's own calls.
+    rank has made more than 5 (`LAST_CALLS`), and beyond that a list of each rank's own calls.
+    ranks: those to show; the look holds the calls of all.
     stuck: True if a rank that lacks a call will never make it; False if it may only be late.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
@@ -105,8 +106,8 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
     """Yield a line for all ranks with the same last calls: 'rank 2: 7 barrier(), 8 barrier()'.
 
-    texts: {rank: {number of a call, from 1: its text}}; of each rank the last `LAST_CALLS` are
-        shown.
+    texts: {rank: {number of a call, from 1: its text}}; of each rank the last 5 (`LAST_CALLS`) are
+        shown. world_size: the number of all ranks, so that a line can begin 'all but rank 3'.
     """
     ranks_by_calls: dict[str, list[int]] = {}
     for rank, column in texts.items():
@@ -155,11 +156,11 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
     what: the noun for the title, such as 'calls in the world'.
     texts: {rank: {number of a call, from 1: its text}}.
-    differs: the number of the call to mark with ≠, or None. It is shown even if it isn't among the
-        last `LAST_CALLS`: then the table ends with the call after it.
+    differs: the number of the call to mark with ≠, or None. The table has 5 rows (`LAST_CALLS`),
+        those of the last calls; if the marked one isn't among them, it ends with the call after it.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
-    A rank that lacks a call has '-' in its row. If the table is wider than `COLUMNS` characters,
-    each of its columns is written as a line instead.
+    A rank that lacks a call has '-' in its row. If the table is wider than 72 characters, each of
+    its columns is written as a line instead.
     """
     last = _newest(texts)
     if last == 0:

@@ -29,10 +29,11 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """Return what there is of the run, so that `error.run.trace(path)` can write it.
+        """Return a `Run`, as `launch` would have, with what there is: the ranks' output and
+        records.
 
-        This is a `Run` with the ranks' output and records, in which every result is None and the
-        seconds are NaN.
+        Every result in it is None, and the seconds are NaN. `error.run.trace(path)` writes the
+        ranks' calls on a time axis, for https://ui.perfetto.dev.
         """
         from .run import Run
 
@@ -77,7 +78,7 @@ class HangError(LaunchError):
 def shown(report: str) -> list[str]:
     """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
 
-    Lines are wrapped at `COLUMNS` characters. The headline and the advice, which are the report's
+    Lines are wrapped at 72 characters. The headline and the advice, which are the report's
     first line and last paragraph, become bold. Rows of the table of calls that are marked with ≠,
     since the ranks differ there, become red.
     """

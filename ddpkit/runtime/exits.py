@@ -1,7 +1,7 @@
 """Find out how a process ends: where it calls `os._exit`, with which code, or by SIGTERM.
 
-`os._exit` leaves no traceback, so that the line that called it is written down first. A process
-that a scheduler ends by SIGTERM can still report where it was.
+`os._exit` leaves no traceback, so the line that calls it is written down first. A process that a
+scheduler ends by SIGTERM can still report where it was.
 """
 
 import contextlib
@@ -118,7 +118,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Hold the main thread for ever; the other thread, which the signal wakes, answers."""
+        """Handle SIGTERM: hold the main thread for ever, while another thread calls `answer`."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe

@@ -82,7 +82,7 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 
 @dataclass
 class Failure:
-    """The failure of a rank that raised an exception, as plain data, since that may not pickle."""
+    """The failure of a rank that raised an exception, as data: an exception may not pickle."""
 
     kind: str  # the exception's class
     message: str
@@ -99,8 +99,8 @@ def failure(error: BaseException) -> Failure:
     The message has the exception's notes and its `__cause__` at its end. For SystemExit it says
     which sys.exit(...) was called. For a SyntaxError the only frame is the line that can't be
     parsed. Frames of ddpkit.runtime are left out, and those of modules that set
-    `__tracebackhide__`, as ddpkit's exercises do. `at` is the time at which this function is
-    called.
+    `__tracebackhide__`, as ddpkit's exercises do. `at` is the `time.perf_counter()` at which this
+    function is called.
     """
     try:
         message = str(error)
@@ -153,7 +153,7 @@ def lost_peer(how: Fall | None) -> bool:
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Return whether two ranks failed alike, apart from rank numbers and addresses in the message.
+    """Return whether two ranks failed alike, apart from numbers of ranks and addresses in memory.
 
     Class and frames must be equal. Two exit codes never count as alike.
     """
@@ -164,7 +164,7 @@ def _same(one: Fall, other: Fall) -> bool:
 
 
 def _anonymous(message: str) -> str:
-    """Return an error's message without rank numbers and addresses, to compare it between ranks."""
+    """Cut numbers of ranks and addresses such as 0x7f00 out of a message, to compare it."""
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
