@@ -93,7 +93,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
-    """Draw a rank as `frame` shows it: its name and cells, with a thick outline if it sends them."""
+    """Draw a rank as `frame` shows it: its name and cells, with thick outlines if it sends them."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)

@@ -102,8 +102,8 @@ HALVES = (
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     """Draw a transformer block as two rows of operations, with stamps on what it keeps.
 
-    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd", for
-    b sequences of s tokens, each d numbers. The alt text lists all kept tensors by name, and their
+    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd", for b
+    sequences of s tokens, each d numbers. The alt text lists all kept tensors by name, and their
     sum. Used in notebook 06.
 
     terms: the kept tensors, as `ddpkit.memory.block_activations` returns them for materialised
@@ -281,13 +281,14 @@ def training_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
 
-    The ways are those of `WAYS`: all activations are kept for backward; selective checkpoints keep
-    the results of linear layers and compute the rest again; or every block is a checkpoint, of
-    which only the input is kept. The kinds are parameters, gradients, optimizer and activations.
+    The ways: all activations are kept for backward; selective checkpoints keep the results of
+    linear layers and compute the rest again; or every block is a checkpoint, of which only the
+    input is kept. The kinds are parameters, gradients, optimizer and activations.
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
-    precision: a key of `PRECISIONS`, such as "mixed". attention: "materialised" or "flash".
+    precision: "fp32", "mixed", "mixed, fp32 gradients" or "bf16". attention: "materialised" or
+        "flash".
     dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.

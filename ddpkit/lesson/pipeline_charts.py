@@ -148,11 +148,11 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
 
 def _number(action: str, row: Spans) -> str:
-    """Return the text of an action's box: its micro-batch, perhaps with strokes, such as 3′.
+    """Return the text of an action's box: its micro-batch, perhaps with prime marks, such as 3′.
 
-    There is a stroke for each lower pipeline stage that the action's rank has.
+    There is a mark for each lower pipeline stage that the action's rank has.
 
-    row: the actions of that rank, as {action: (begin, end)}.
+    row: the actions of that rank, as {action: (begin, end)}; only the actions are used.
     """
     stage, _, micro_batch = schedules.parse(action)
     stages = sorted({schedules.parse(other)[0] for other in row})
@@ -174,7 +174,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action in this tick or "-", the micro-batches it holds)."""
+        """Return, for each rank, (its action in the tick that ends at `tick` or "-", `_held`)."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]
@@ -216,7 +216,7 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
 
 
 def _holds(action: str) -> int:
-    """Return how an action such as "1F0" changes the number of micro-batches held: 1, -1 or 0."""
+    """Return how an action changes the number of micro-batches held: F 1; B or W -1; I 0."""
     return {"F": 1, "B": -1, "I": 0, "W": -1}[schedules.parse(action)[1]]
 
 

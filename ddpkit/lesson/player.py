@@ -96,8 +96,8 @@ def _numbered(event: Event, step: int) -> str:
 def _whence(event: Event) -> str:
     """Return the line of the user's code that an event comes from, or "".
 
-    It reads "line 3 of step: dist.send(x, 1)". Return "" if there is none, as for a call from
-    within ddpkit.
+    It reads "line 3 of train: dist.send(x, 1)", where `train` is the user's function. Return "" if
+    there is none, as for a call from within ddpkit.
     """
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
@@ -138,10 +138,11 @@ class Stage:
     changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
         it; None for other frames.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
-        `LEFT` and y from `PAD` below the top of the rank's row.
+        the left margin and y from the top of the rank's row, below its padding. Buffers have the
+        keys that they have in `Frame.memory`.
     tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
         height of the title, and of the words below a row that say what is wrong with its rank.
-    All of these are in pixels.
+    All lengths are in pixels.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -328,7 +329,8 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     the browser the box travels from the sender's row to the receiver's. It does so in the frame in
     which the message is received or, if a step shows a whole hop, in the one in which it is sent.
 
-    frame: the message's own frame. by_hop: whether a step shows all messages of a hop.
+    frame: the frame whose event is this message, even if the step shows a whole hop.
+    by_hop: whether a step shows all messages of a hop.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

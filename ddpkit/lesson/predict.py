@@ -92,8 +92,8 @@ class Prediction(Live):
     def answer(self, value: float | str, within: float = 0.0) -> str:
         """Reveal the right answer; return a card that shows it beside the reader's guess.
 
-        The card is a string, which a notebook displays as HTML. It sets `right`, and later guesses
-        don't count.
+        The card is a string, which a notebook displays as HTML. The call sets `right`, and guesses
+        after it don't count.
 
         value: the right answer, a number or one of `choices`.
         within: the error that a guessed number may have, as a fraction of `value`: 0.2 allows 20 %.

@@ -5,8 +5,8 @@ if nothing has moved for a while, which rank is waiting for which. If a launch f
 its ranks' last calls is left below the error report. The environment variable DDPKIT_PROGRESS=off
 turns both off, for tests and stored outputs.
 
-The line begins before torch is imported, which takes seconds, so this module imports the runtime
-only when it is used.
+The line begins before torch is imported, which takes seconds. So this module imports
+ddpkit.runtime, which imports torch, only inside functions that need it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Progress:
     """The progress line below the notebook cell that is running.
 
     display: IPython's function `display`. thread: the thread that shows the line.
-    done: set when that thread shall end.
+    done: an event, which is set to end that thread.
     """
 
     def __init__(self, display):

@@ -29,10 +29,11 @@ class Event:
     records: {rank: its record of the call}; for a receive the records of both ends, if both are
         known.
     rank, peer: the sender and the receiver, for an event of one message. "failed" has the `rank`
-        that failed; for other kinds both are None.
+        that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
-        the owner of each number that it got)}, as the function `change` returns it.
+        the owner of each number that it got)}, as the function `change` returns it. An owner is the
+        rank that a number came from, or a frozenset of ranks for a sum.
     """
 
     kind: str
@@ -84,8 +85,8 @@ def replay(run) -> list[Event]:
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
     """Return what one rank did, in order, as [(SEND, RECEIVE, ENTER or LEAVE, record)].
 
-    A message is received at the moment of its arrival. A rank enters a collective when it calls it,
-    and leaves when it begins to wait for it, or when it is done if the rank never waits.
+    A message is received at the moment of its arrival. A rank enters a collective by the call, and
+    leaves it where its wait begins or, if the rank never waits, when the collective is complete.
 
     records: the records of that rank's calls. A call that never ended has no RECEIVE or LEAVE.
     """
@@ -156,7 +157,7 @@ def _complete(records: dict[int, Record]) -> bool:
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Return whether all ranks made the same call. records: {rank: its record of the call}."""
+    """Return whether all these calls have the same operation, size, dtype and other arguments."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 
@@ -233,7 +234,8 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
     """Return in words what ranks have: "[1, 2] on every rank", or "rank 0 [1], rank 1 [2]".
 
     rows: {rank: its numbers or None}. Ranks without numbers are left out.
-    world_size: the number of ranks in the world, if these are all of them; None: they aren't.
+    world_size: the number of ranks, if `rows` is about all of the world, so that the text may say
+        "every rank"; otherwise None.
     """
     first = next(iter(rows.values()))
     if len(rows) > 1 and first and all(row == first for row in rows.values()):
@@ -295,8 +297,8 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     """Return the event of a collective call that some members of its group never made.
 
     It may also be a `new_group` call that all members made and that didn't end on every rank.
-    records: {rank: its record}, of the ranks that made the call. ever: "for ever" or "in vain", how
-        the text says that they wait.
+    records: {rank: its record}, of the ranks that made the call. ever: how the text goes on after
+        "rank 0 waits": "for ever" if the ranks hung, "in vain" otherwise.
     """
     first, ranks = next(iter(records.values())), sorted(records)
     absent = [rank for rank in first.ranks if rank not in records]
@@ -309,11 +311,12 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 
 
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
-    """Return the event of a receive that never ended, with the reason; None if it was under way.
+    """Return the event of a receive that never ended, with the reason.
 
+    Return None if its message was still on the way when the launch failed.
     rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
-    ever: "for ever" or "in vain", how the text says that the rank waits.
-    failed: whether the launch raised an error.
+    ever: "for ever" if the ranks hung, "in vain" otherwise; the text says so of the rank's wait.
+    failed: whether the launch raised an error; if not, the rank just never waited.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -339,7 +342,7 @@ def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
     """Return the event of a message that was sent and never received.
 
     rank, record: the sender, and its record of the call.
-    ever: "for ever" or "in vain", how the text says that the sender waits.
+    ever: "for ever" if the ranks hung, "in vain" otherwise; the text says so of the sender's wait.
     stuck: whether the sender is still waiting in this call; otherwise only the message is lost.
     """
     message, peer = _message(record, record.values), record.peer

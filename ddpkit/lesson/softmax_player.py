@@ -136,8 +136,8 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 def draw(moment: Moment) -> Picture:
     """Draw what each number that was read adds to the sum, and the sum before and after the last.
 
-    The upper chart has a bar of height eˣ⁻ᵐ for each number x, dashed before the last was read; the
-    lower chart has the bars end to end.
+    The upper chart has a bar of height eˣ⁻ᵐ for each number x, and a dashed outline of the height
+    that it had before the last number was read. The lower chart has the bars end to end.
     """
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"

@@ -23,8 +23,8 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
     """Draw a matrix product X·U = Y to scale, split among ranks in four ways. Used in notebook 11.
 
-    For each way it shows which part of X and U each rank holds, and which part of Y it can compute
-    on its own.
+    The ways are by tokens, outputs, inputs, or tokens and outputs. For each way it shows which part
+    of X and U each rank holds, and which part of Y it can compute on its own.
 
     tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
     """
@@ -123,9 +123,9 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Return a widget with sliders that compares tensor and data parallelism of a layer.
+    """Return a widget that compares what a layer sends under tensor and under data parallelism.
 
-    It has sliders for ranks, width and tokens, and shows what `layer_times` returns.
+    It has sliders for ranks, width and tokens, and shows what `layer_times` returns: seconds.
     """
     powers = [2**power for power in range(10, 23)]
     return Calculator(
@@ -139,8 +139,9 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    The times on each network of `WIRES` are predicted as latency plus bytes divided by bandwidth; a
-    dashed line marks the seconds of computing. `tensor_calculator` calls this with its sliders.
+    The times over NVLink, InfiniBand and Ethernet are predicted as latency plus bytes divided by
+    bandwidth; a dashed line marks the seconds of computing. `tensor_calculator` calls this with its
+    sliders.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

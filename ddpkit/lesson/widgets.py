@@ -255,8 +255,8 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "4px 12
 class Slider:
     """A description of a slider for `Calculator`, over `values` in their order.
 
-    Up to four strings or truth values become buttons instead, because a dropdown doesn't answer the
-    arrow keys in JupyterLab.
+    If the values are strings or truth values, and at most four, there are buttons instead of a
+    slider.
 
     label: the text beside it. values: all values that can be chosen. value: the initial one.
     say: a function from a value to the text that is shown for it.

@@ -35,8 +35,8 @@ class Choice:
     backend: "nccl" or "gloo".
     gpus: the number of GPUs that the ranks share; 0 means that they run on the CPU.
     line: the backend and the reason for it in one line, for the user.
-    environ: environment variables to set in each rank, {name: value}; they win over the user's
-        own. "{rank}" in a value stands for the rank.
+    environ: environment variables to set in each rank, {name: value}; they win over the user's own.
+        "{rank}" in a value stands for the rank.
     """
 
     backend: str

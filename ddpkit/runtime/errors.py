@@ -78,9 +78,9 @@ class HangError(LaunchError):
 def shown(report: str) -> list[str]:
     """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
 
-    Lines are wrapped at 72 characters. The headline and the advice, which are the report's
-    first line and last paragraph, become bold. Rows of the table of calls that are marked with ≠,
-    since the ranks differ there, become red.
+    Lines are wrapped at 72 characters. The headline and the advice, which are the report's first
+    line and last paragraph, become bold. Rows of the table of calls that are marked with ≠, since
+    the ranks differ there, become red.
     """
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()

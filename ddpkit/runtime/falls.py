@@ -1,6 +1,8 @@
 """Explain how ranks failed: which one failed first, on which line, and what the others did.
 
-A rank falls if it raises an exception, exits in the middle of its work, or is killed.
+A rank falls if it raises an exception, exits in the middle of its work, or is killed. How it fell
+is a `Failure`, with the exception's class, message and frames, or an exit code. A `Look` is the
+state of all ranks at one moment, as they wrote it on the board, a file that they share.
 """
 
 import os
@@ -172,9 +174,9 @@ def _anonymous(message: str) -> str:
 
 
 class Witness(Protocol):
-    """A source of facts about ranks for `explain_fall`; `Watch` is one.
+    """A source of facts about ranks for `explain_fall`; the launch's `Watch` is one.
 
-    noted_exit: (exit code, (file, line, function)) of the `os._exit` that ended the rank, or None.
+    noted_exit(rank): (exit code, (file, line, function)) of the `os._exit` that ended it, or None.
     """
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as exits.noted_exit
@@ -187,11 +189,11 @@ def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple
     """Return (the rank that failed first, the report of the failure as the text of a RankError).
 
     The report says how and on which line that rank failed, what the failure most likely means
-    (`MEANS`), where the other ranks were, and the last `LAST_LINES` lines that the rank printed.
+    (`MEANS`), where the other ranks were, and the last 5 lines (`LAST_LINES`) that it printed.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
         because another rank had.
     look: the state of all ranks when the launch ended them.
-    witness: answers questions whose answers aren't on the board, such as what a rank printed.
+    witness: answers questions that the board doesn't, such as what a rank printed.
     """
     culprit, alike = first_to_fall(fallen)
     how = fallen[culprit]
@@ -257,8 +259,8 @@ def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
     frames: (file, line, function), outermost first.
     Shown are the frames in the user's own code, and the frame of an installed framework if that is
     where the error was raised. If no code is the user's, the frames outside torch, ddpkit and
-    Python are shown, and if there are none, all of them without torch's calls of modules. Beyond
-    `MOST_FRAMES` lines, the middle is left out and counted.
+    Python are shown, and if there are none, all but those in which torch calls a module's forward.
+    Beyond 30 lines (`MOST_FRAMES`), the middle is left out and counted.
     """
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]
@@ -281,13 +283,14 @@ def what_became_of(
 ) -> str:
     """Return a report's line about a rank that isn't to blame, such as "  Rank 3 had returned."
 
-    It says how the rank failed by itself. If it didn't, it says whether the rank had
-    returned, in which call it was, or on which line it was computing, when the launch ended it.
+    The line says how the rank failed, if it did on its own account. Otherwise it says whether the
+    rank had returned, in which call it was, or on which line it was computing, when the launch
+    ended it.
     look: the state of all ranks at that time.
     how: the rank's own `Failure` or exit code, or None. A rank that only lost its connection,
         because another rank failed, counts as one that didn't fail.
     place(rank): the line at which a living rank computes, as (file, line, function), or None.
-        If it is None, the line that the rank itself noted last is used.
+        Without such a function, the line that the rank itself noted last is used.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

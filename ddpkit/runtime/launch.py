@@ -64,7 +64,8 @@ def launch(
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show output as the ranks print it, instead of in rank order at the end.
-    keep_values: keep messages of up to 64 elements in the records, for replays.
+    keep_values: keep the elements of tensors in the records, up to 64, so that animations of the
+        run can show them.
     check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; each call
         then takes two checksums of its tensors.
 
@@ -186,7 +187,8 @@ def _check_call(fn, args, kwargs):
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:
     """Return (what a rank returned, its records), from the file that the rank wrote.
 
-    watch: adds the output and records of all ranks to the error, and raises it.
+    rank: its process, as the launch started it. watch: the launch's watch, which adds the output
+        and records of all ranks to the error, and raises it.
     RankError: the file can't be unpickled in this process.
     """
     try:
@@ -210,9 +212,10 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`.
 
     Every rank has to call this, since the results are exchanged at the end. torch.distributed is
-    initialised first if the script hasn't done it. If it has, no call is recorded, unless it runs
-    under `python -m ddpkit.debug`. The output of the `Run` is empty, since torchrun shows what the
-    ranks print.
+    initialised first if the script hasn't done it. If it has, no call is recorded, unless the
+    script was started by `python -m ddpkit.debug`, which records calls from the beginning. The
+    output of the `Run` is empty, since torchrun shows what the ranks print. The arguments are those
+    of `launch`.
     ValueError: check_buffers is asked for in a world that was initialised without it.
     """
     if not dist.is_initialized():
@@ -242,7 +245,8 @@ def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned from `fn`, before the exchange of results begins.
 
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
-    The ranks meet twice: once all are marked as returned, and once all are marked as running again.
+    The ranks meet twice: after each has marked itself on the board as returned, and after each has
+    marked itself as running again.
     mine: this rank's recorder, or None if the script initialised torch.distributed itself.
     """
     store = c10d._get_default_store()
@@ -268,7 +272,7 @@ def _initialise_under_torchrun(link, check_buffers):
     """Initialise torch.distributed in this rank, in a session that records calls and reports hangs.
 
     The session is that of `python -m ddpkit.debug`, if this started the script; otherwise one is
-    made, which leaves when the process ends. The backend is NCCL if every rank has a GPU and no
+    made, which closes when the process ends. The backend is NCCL if every rank has a GPU and no
     link is emulated, otherwise Gloo. From now on the session reports an exception that ends the
     script.
     link: the emulated `Link` between the ranks, or None.

@@ -34,12 +34,12 @@ class Link:
 
     latency_s: seconds from the first byte sent to the first byte received, per message.
     bytes_per_s: bytes a rank can send each second, while it receives as many (full duplex).
-    name: what `str(link)` returns; "" for a text with both figures.
+    name: what `str(link)` returns; "" for a text with latency and bandwidth.
     slowdown: how many times slower this link is than the wire that it stands for, see `slowed`.
 
     `launch(..., link=link)` holds every message back until the link would have delivered it. So a
-    link can only be slower than the machine's own wire; `slowed` is a way around that. Figures of
-    such a run are labelled "emulated". The model is from Hockney 1994; notebook 02 measures with
+    link can only be slower than the machine's own wire; `slowed` is a way around that. Charts and
+    tables of such a run say "emulated". The model is from Hockney 1994; notebook 02 measures with
     it.
     ValueError: the latency is negative or infinite, or the bandwidth isn't positive.
     """

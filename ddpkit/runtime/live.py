@@ -50,7 +50,7 @@ class LiveWorld:
     def _start(self, choice: Choice):
         """Start the ranks on the backend of `choice`, and return when all have joined.
 
-        `start_on` calls this, and calls it once more, with Gloo, if a rank can't use its GPU.
+        `backends.start_on` calls this, and once more, with Gloo, if a rank can't use its GPU.
         """
         with contextlib.ExitStack() as stack:
             self.ranks, self.board = stack.enter_context(
@@ -107,6 +107,7 @@ class LiveWorld:
 
         They can if all are alive, are idle, and have made the same calls. They can't while one has
         yet to answer: the next cell would take that answer for its own.
+        watch: that of the cell that has just failed.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()

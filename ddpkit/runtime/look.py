@@ -2,7 +2,9 @@
 
 The board is the file in which each rank writes its state, and every collective call, send and
 receive before it makes it. All of these are called calls here. A call is open until it is complete.
-A rank has come to a call if it has made it, though the call may still be open.
+A rank has come to a call if it has made it, though the call may still be open. The n-th calls that
+ranks make on one channel belong together; a channel is a group, or the messages with one tag from
+one member to another. The code calls a `Situation` `s`.
 """
 
 import itertools
@@ -23,8 +25,14 @@ POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved o
 class Situation:
     """The state of one rank at the moment of a `Look`: where it is, for which ranks it waits.
 
-    If several of its threads wait, this is the wait of one, and `more` has those of the others. The
-    values of `state`:
+    call: the call in which it waits, which it polls, or in which it differs; None if it is in none.
+    missing: the ranks for which it waits there.
+    place: (file, line, function), perhaps with via, of the user's line where it is, if known.
+    lost: the other side's record of its message, if that deleted its handle without waiting.
+    more: if several of its threads wait, this is the wait of one, and `more` has the others'.
+    has_free_thread: whether one of its threads that make calls is in none.
+    destroyed: {name of a group that it destroyed: the line that did}, as in `Board.destroyed`.
+    state:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
       polling: it asks again and again, by `is_completed()`, whether `call` is complete.
@@ -36,13 +44,13 @@ class Situation:
 
     rank: int
     state: str
-    call: Record | None = None  # the call in which it waits, which it polls, or in which it differs
-    missing: tuple[int, ...] = ()  # the ranks for which it waits there
-    place: tuple | None = None  # (file, line, function), perhaps with via, where known
-    lost: Record | None = None  # the other side's record of its message, if that deleted its handle
-    more: list["Situation"] = field(default_factory=list)  # what its other threads wait for
-    has_free_thread: bool = False  # whether one of its threads makes calls, and waits in none
-    destroyed: dict[str, tuple] = field(default_factory=dict)  # {group's name: the line that did}
+    call: Record | None = None
+    missing: tuple[int, ...] = ()
+    place: tuple | None = None
+    lost: Record | None = None
+    more: list["Situation"] = field(default_factory=list)
+    has_free_thread: bool = False
+    destroyed: dict[str, tuple] = field(default_factory=dict)
 
 
 class Look:
@@ -51,9 +59,9 @@ class Look:
     now: a `Situation` for each rank.
     records: for each rank its last calls, as a list of `Record`s, the oldest first.
 
-    events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None
-        for now. From these `is_still` tells whether a rank has moved since.
-    standstill: nothing has moved for a long time, so the most cautious reading is dropped. Then a
+    events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None:
+        as they are now. From these `is_still` tells whether a rank has moved since.
+    standstill: nothing has moved for a long time, so the board is read less cautiously. Then a
         rank whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried
         out one by one: a rank hasn't come to a call while another one is queued before it. That is
         no proof, since NCCL's buffers may let a short message overtake.
@@ -142,10 +150,10 @@ class Look:
         return call if call is not None and call.done is None else None
 
     def _put_hopeless_waits_first(self) -> None:
-        """Put into `now`, for each rank, the thread's wait that can never end, if there is one.
+        """Put into `now`, for each rank, a wait that can never end, if one of its threads has one.
 
         `now` has one `Situation` for each rank, though several of its threads may be waiting; the
-        waits of the others are in its `more`. This also fills in its `destroyed`.
+        waits of the others are in its `more`. The field `destroyed` of each is filled in first.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -184,8 +192,8 @@ class Look:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
         A GPU carries out the calls of a group in the order in which they were made, so `call` is
-        held up by the first open one for which members are missing. At a standstill only the head
-        of the queue counts.
+        held up by the first open one for which members are missing. At a standstill it is held up
+        by the first one in the queue, with its batch, even if no member is missing there.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -237,7 +245,7 @@ class Look:
         return never
 
     def _is_gone(self, rank: int, call: Record) -> bool:
-        """Return whether `rank` has ended or destroyed its group, so that it never makes `call`."""
+        """Return whether `rank` never makes `call`: it has ended, or destroyed the call's group."""
         s = self.now[rank]
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
@@ -287,9 +295,9 @@ class Look:
         """Yield a `Situation` for each collective in which a rank may be waiting unseen.
 
         DistributedDataParallel takes a call's future and waits for that in C++, which leaves no
-        mark on the board, so that the rank seems to compute. So this is an open collective call
-        whose future was taken (`get_future()`), and to which members of its group haven't come. A
-        rank may have several.
+        mark on the board, so that the rank seems to compute. So such a collective is one that is
+        open, whose future was taken (`get_future()`), and to which members of its group haven't
+        come. A rank may have several.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -342,8 +350,10 @@ class Look:
     def crossed_groups(self) -> dict[tuple[int, ...], list[int]]:
         """Return groups that ranks made under one number, though their members differ.
 
-        It is {members: the ranks that made it so}, of the first such number, or {}. Ranks look for
-        each other under a group's number, so those of two groups may find each other, or none.
+        Each rank counts the groups that it makes, and ranks look for each other under a group's
+        number, so those of two groups may find each other, or none.
+        Return {members: the ranks that made a group of these members}, of the first such number, or
+        {}.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
         for rank in self.ranks:
@@ -378,10 +388,10 @@ def _front(line: list[Record]) -> list[Record]:
 
 
 def _channel_and_seq(record: Record) -> tuple[str, int]:
-    """Return (channel, index of the call on it), which ranks have in common for one call."""
+    """Return (channel, index of the call on it), which is the same for all ranks of one call."""
     return record.channel, record.seq
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
-    """Return the `time.perf_counter()` at which the first rank made a call: {rank: its record}."""
+    """Return the `time.perf_counter()` at which a first rank made the call of these records."""
     return min(record.issued for record in by_rank.values())

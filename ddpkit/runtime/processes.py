@@ -162,7 +162,8 @@ def world(
     it, so read them inside.
     choice: the backend, the GPUs and the environment variables of the ranks.
     link: the `Link` whose latency and bandwidth are emulated, or None.
-    keep_values: whether the records keep the elements of short messages, for replays.
+    keep_values: whether the records of calls keep the elements of short tensors, so that animations
+        of the run can show them.
     target: the function that each process runs: `worker.main` or `worker.serve_cells`.
     call: the pickled (function, args, kwargs) for `worker.main` to call; `serve_cells` takes none.
     check_buffers: whether the ranks check that no tensor is changed while it is being sent.
@@ -215,7 +216,8 @@ def threads_of_a_rank(world_size: int) -> int:
 def _check_room(folder: Path, nbytes: int):
     """Raise OSError if the disk of `folder` has fewer than `nbytes` bytes free.
 
-    On a full disk, writing to the memory-mapped board would kill this process by SIGBUS.
+    On a full disk, writing to the board, the memory-mapped file that ranks share, would kill this
+    process by SIGBUS.
     """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
@@ -228,8 +230,8 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
     """Delete the temporary folders that killed launches have left behind, once per process.
 
     A live process holds a lock on its folder, even if it runs in another container that shares the
-    temporary folder. Only folders without a lock are deleted that belong to this user and are older
-    than `YOUNG_S` seconds. Errors are ignored. The function is cached, so a second call with the
+    temporary folder. A folder is deleted only if it has no lock, belongs to this user, and is older
+    than 60 s (`YOUNG_S`). Errors are ignored. The function is cached, so a second call with the
     same pattern does nothing. On Windows nothing is deleted.
     pattern: a glob pattern of the folders' names in the system's temporary folder.
     """
@@ -247,9 +249,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     """Context manager: try to lock a folder, without blocking; yield whether that succeeded.
 
-    It yields False if another process holds the lock, and where the system or the file system has
-    no such locks. The lock ends with this process at the latest.
-    shared: several processes may hold the lock at once, as the ranks of a session do.
+    It yields False if another process holds a lock that excludes this one, and where the system or
+    the file system has no such locks. The lock ends with this process at the latest.
+    shared: take a lock that excludes only unshared ones, as the ranks of a run under torchrun do.
     """
     if os.name != "posix":
         yield False

@@ -2,6 +2,12 @@
 
 The board is a memory-mapped file that all ranks of a launch share. Other ranks and the launching
 process read there which call a rank is in, even while that rank is blocked in C++.
+
+channel: a group, or the messages with one tag from one member to another. Calls of different ranks
+    that have the same number on a channel belong together.
+wire: the process group around the real one, `WireGroup`, through which all calls pass.
+keep_values: an argument of `launch`. Records then also keep the elements of tensors, up to 64
+    (KEPT_ELEMENTS), so that animations of the run can show them.
 """
 
 import contextlib
@@ -37,15 +43,16 @@ TIMED_OUT = re.compile(
 class Recorder:
     """The recorder of one rank's calls of torch.distributed: collectives, sends and receives.
 
-    The wire (`WireGroup`, the process group around the real one) informs it when each call is made
-    and when it is complete. In a rank, `recorder()` returns the rank's recorder. `records` is the
-    list of calls so far, oldest first; beyond `MOST_RECORDS` the older half is dropped.
+    The wire informs it when each call is made and when it is complete. In a rank, `recorder()`
+    returns the rank's recorder. `records` is the list of calls so far, oldest first; beyond 200,000
+    (`MOST_RECORDS`) the older half is dropped.
     rank: this rank's number in the world.
     board: the board on which each call is also written; None: only the list is kept.
-    link: the `Link` that is emulated, or None.
-    keep_values: whether records keep the elements of short messages, for replays.
-    disagree: called with {rank: record} if another rank has made a different call at the same
-        position. It holds this rank's record, and the other's if the board still has it.
+    link: the `Link` that is emulated (a latency and a bandwidth between ranks), or None.
+    keep_values: whether records keep the elements of tensors.
+    disagree: called with {rank: record} if another rank has made a different call with the same
+        number on the same channel. It holds this rank's record, and the other's if the board still
+        has it.
     timed_out: called with (record, error) if a wait for a call ends by its timeout, before the
         error is raised.
     """
@@ -90,12 +97,13 @@ class Recorder:
     ):
         """Record a call just before it is made, and compare it with the other ranks' calls.
 
-        A call is a collective call, a send or a receive. This gives the record its numbers `seq`
-        and `number`, and writes it into the list and onto the board. If another rank has made a
-        different call at the same position, `disagree` is called.
+        A call is a collective call, a send or a receive. The record gets its numbers: `seq`, that
+        of the call on its channel, and `number`, that among all calls of this rank. It is written
+        into the list and onto the board. If another rank has made a different call with the same
+        number on the channel, `disagree` is called.
         sent: the tensors that the call sends.
-        buffer: a tensor whose whole storage is kept, so that a replay can show the memory around
-            it.
+        buffer: the call's tensor, whose whole storage is kept, so that an animation can show the
+            memory around it.
         Both are read only with keep_values.
         """
         if self.keep_values:
@@ -118,12 +126,11 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
-        """Return {rank: its record} of a rank whose call at the same position differs, or None.
+        """Return {rank: its record} of a rank whose call with the same number differs, or None.
 
-        The position is `record.seq`, the number of earlier calls on the same channel, which is a
-        group or one direction between two ranks. Return {} if a call differs, but its record is
-        already overwritten on the board. Every rank writes its own call before it reads the
-        others', so of two ranks that disagree the later one always notices.
+        The number is `record.seq`, that of earlier calls on the channel. Return {} if a call
+        differs, but its record is already overwritten on the board. Every rank writes its own call
+        before it reads the others', so of two ranks that disagree the later one always notices.
         """
         said = record.said
         seq = record.seq
@@ -142,11 +149,11 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """Complete the record of a receive from any rank, now that its sender is known.
+        """Put the sender into the record of a receive from any rank, now that it is known.
 
         peer: the sender's rank in the world.
-        channel: the name of the channel from `peer` to this rank; the message becomes the next one
-            there.
+        channel: the name of the channel from `peer` to this rank, on which the record gets the next
+            number, `seq`.
         """
         with self._lock:
             record.said = replace(record.said, peer=peer, channel=channel)
@@ -154,8 +161,9 @@ class Recorder:
         self.write_again(record, whole=True)
 
     def wait(self, record: Record, until_done: Callable, arrived: Sequence[torch.Tensor] = ()):
-        """Wait for a call by `until_done()`, with this thread marked as waiting on the board.
+        """Wait for a call by `until_done()`, then note that it is done.
 
+        Meanwhile the board shows that this thread is waiting in the call.
         until_done: blocks until the call is complete. What it raises is raised here, after
             `timed_out` is called if it was a timeout.
         arrived: the tensors that hold the call's result afterwards, for keep_values.
@@ -274,8 +282,8 @@ class Recorder:
     def count_callers(self, look: bool = False):
         """Write onto the board how many threads of this rank have made calls and are still alive.
 
-        The launcher needs it to judge a rank of which one thread is waiting, because another may go
-        on, so that the rank isn't certainly stuck.
+        If one thread of a rank waits, and the rank has others that make calls, one of these may
+        still go on: then the launcher doesn't take the rank for stuck.
         look: read the threads' stacks, and leave out those that idle in a pool; the main thread
             counts in any case.
         """
@@ -299,8 +307,8 @@ class Recorder:
         """Note that a collective call, send or receive is complete; a second note changes nothing.
 
         arrived: the tensors that hold its result, for keep_values.
-        buffer: a tensor whose whole storage is kept for replays. None if another call may be
-            writing into that storage; the record then keeps what `issue` saw.
+        buffer: the tensor with the result, whose whole storage is kept for animations. None if
+            another call may be writing into that storage; the record then keeps what `issue` saw.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
@@ -319,9 +327,9 @@ class Recorder:
 
         On a GPU this blocks until the current stream has computed them.
         arrived: the tensors that hold the call's result.
-        buffer: a tensor whose whole storage is copied into the record, so that a replay can show
-            the memory around the result; None: the record keeps the copy that `issue` made before
-            the call, if any.
+        buffer: the tensor with the result, whose whole storage is copied into the record, so that
+            an animation can show the memory around it; None: the record keeps the copy that `issue`
+            made before the call, if any.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)
@@ -330,9 +338,9 @@ class Recorder:
     def settle(self):
         """Wait until the calls that are complete are recorded as complete.
 
-        If only C++ code waits for a call, a thread of Gloo's notes its end, perhaps when the
-        program has already gone on. This waits at most `SETTLE_S` seconds for such notes. On a GPU
-        it first waits for all calls and their times, without a limit.
+        If only C++ code waits for a call, its end is recorded by one of Gloo's threads, perhaps
+        after the program has gone on. This waits at most 0.2 s (`SETTLE_S`) for that. On a GPU it
+        first waits for all calls and their times, without a limit.
         """
         if self.streams:
             self.streams.settle()

@@ -1,7 +1,9 @@
 """Explain why ranks make no progress: what happened, where each rank is, and what to do.
 
-A call is a collective call, a send or a receive. Most functions here return (headline, advice), two
-texts that `report` puts around the description of the ranks.
+A call is a collective call, a send or a receive. A `Look` is the state of all ranks at one moment,
+as they have written it on the board, a file that they share. It has the last calls of each rank,
+and its `Situation`: whether the rank waits, in which call, and for which ranks. Most functions here
+return (headline, advice), two texts that `report` puts around the description of the ranks.
 """
 
 import re
@@ -98,7 +100,8 @@ def _how_to_agree(records: list[Record]) -> str:
 def _far_apart(sizes: set[int]) -> bool:
     """Return whether the largest of the sizes, in bytes, is more than twice the smallest.
 
-    A last batch that is smaller on one rank would explain a smaller difference.
+    Tensors so different are probably not of the same call; a smaller difference may be due to a
+    last batch that is shorter on one rank.
     """
     return max(sizes) > 2 * min(sizes)
 
@@ -137,8 +140,8 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
     """Return whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
 
-    Soon is within `PATIENCE_S`. The script may catch the error and go on, so ddpkit doesn't end its
-    ranks.
+    Soon means: the timeout is no longer than 60 s (`PATIENCE_S`). The script may catch its error
+    and go on, so ddpkit doesn't end the ranks.
     """
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
@@ -160,7 +163,7 @@ def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
 def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if a wait timed out and ranks of other machines are silent.
 
-    silent: the ranks of which nothing has arrived since.
+    silent: the ranks whose machines haven't sent any news of them since the wait began.
     seconds: how long the wait lasted.
     """
     said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
@@ -170,10 +173,10 @@ def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
 
 
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (headline, advice) if nothing has moved for long, though no rank is certainly stuck.
+    """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
-    The headline names the ranks that are waiting in a call, and those for which they are waiting,
-    which are in no call; the advice asks about the first of the latter.
+    The headline names the ranks that wait in a call, and the late ones, for which they wait and
+    which are in no call. The advice asks why the first late one takes so long at its line.
 
     look: what each rank is doing now. seconds: how long nothing has moved.
     """
@@ -207,10 +210,11 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Return why a rank that `s` waits for won't come, as 'returned' or 'destroyed its group ...'.
+    """Return why a rank won't come for which the rank of `s` waits, in words that follow "which
+    has".
 
-    The words continue '..., which has'. At least one such rank must be gone; this is about the
-    first.
+    For example 'returned', or 'destroyed its group without that call (...)'. At least one such rank
+    must be gone; this is about the first.
     """
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
@@ -243,9 +247,9 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
     """Return the call that a rank in a cycle of waits seems to have left out, and the evidence.
 
     circle: the `Situation` of each rank in the cycle.
-    Return (the call in which another rank waits, the rank that left it out, the call that this rank
-    made there the time before). The evidence is that rank's history: when it last made the same
-    calls from the same lines, that one came next. Return None if there is no evidence.
+    Return (the call in which another rank waits, the rank that left it out, the evidence). The
+    evidence is an earlier call of that rank: when it last made the same calls from the same lines
+    as just now, this one came next. Return None if there is no evidence.
     """
     for s in circle:
         for rank in s.missing:
@@ -260,9 +264,9 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 def _what_came_next(records: list[Record]) -> Record | None:
     """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
-    It looks for the longest earlier sequence of calls that equals the latest calls in group (or
-    pair of ranks) and line of code, and returns the call that followed. If several sequences are
-    equally long, the latest counts.
+    It looks for the longest earlier sequence of calls that were made in the same groups (or between
+    the same ranks) and from the same lines as the latest calls, and returns the call that followed
+    it. If several sequences are equally long, the latest counts.
 
     records: the rank's last calls, the oldest first.
     """
@@ -295,9 +299,9 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 
 
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
-    """Return the names of the ranks that `s` waits for: 'ranks 1 and 3', or 'all others'.
+    """Return the names of the ranks for which the rank of `s` waits: 'ranks 1 and 3'.
 
-    It is 'all others' only if these are more than `MANY_RANKS`.
+    It is 'all others' if it waits for all others, and they are more than 3 (`MANY_RANKS`).
     ranks: if it is given, these are named instead.
     """
     ranks = s.missing if ranks is None else ranks
@@ -339,7 +343,10 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def crossed(look: Look) -> str | None:
-    """Return sentences on groups with other members that ranks made under one number, or None."""
+    """Return sentences on a number under which ranks made groups of different members, or None.
+
+    Each rank counts the groups that it makes; ranks look for each other under such a number.
+    """
     groups = look.crossed_groups()
     if not groups:
         return None
@@ -401,7 +408,8 @@ def report(
 def _where(s: Situation, look: Look) -> str:
     """Return where a rank is, in lines: "waiting for rank 1 in barrier()", "  step, line 3: ...".
 
-    More lines tell by way of which line of a framework, and where its other threads wait.
+    Further lines name the line of an installed framework, such as torch, by which the call was
+    made, and say where the rank's other threads wait.
     """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""
@@ -419,7 +427,7 @@ def _where(s: Situation, look: Look) -> str:
 
 
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
-    """Return the record of the call to blame for the hang, or None if it isn't known.
+    """Return the record of the call to blame for the hang of `ranks`, or None if it isn't known.
 
     It is the call in which ranks differ, if there is one. Otherwise it is the earliest one in which
     a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is the call that
@@ -440,7 +448,8 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
 def _loops(look: Look) -> list[str]:
     """Return a warning for each rank that may be in a loop without end; [] if there is none.
 
-    Such a rank has made at least `MANY_CALLS`, and those still on the board are all alike.
+    Such a rank has made at least 1,000 calls (`MANY_CALLS`), and those still on the board, the last
+    256, all have the same operation and arguments.
     """
     found = []
     for rank in look.ranks:

@@ -57,8 +57,8 @@ class Cuda:
         No other work waits for that stream, so the program isn't delayed. There is one for each
         value of `record.stream`, from torch's pool of another priority, so that the program doesn't
         share it. The stream waits for the future of `work`, because `work.wait()` would free
-        tensors that NCCL may still read. Operations in `WITHOUT_FUTURE` make it wait by
-        `block_current_stream()`.
+        tensors that NCCL may still read. A send, recv, gather or scatter (`WITHOUT_FUTURE`) has a
+        future that doesn't wait for all its tensors: there it is `work.block_current_stream()`.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -175,7 +175,7 @@ class Streams:
     def stop(self, timeout_s: float):
         """End the reading thread, and wait for that `timeout_s` seconds at most.
 
-        It must have ended before Python shuts down; `Session.leave` says why.
+        It must have ended before Python shuts down, since CUDA may crash in a thread after that.
         """
         self._over.set()
         self._watcher.join(timeout_s)
@@ -262,9 +262,9 @@ class Streams:
         The reading thread notes the end of the call when the event is complete.
         works: the handle of the call, or the handles of a batch.
         inner: NCCL's handle of it, which all `works` get.
-        tensors: the call's tensors. They are kept alive until the event is complete, if the
-            operation is in `WITHOUT_FUTURE`: its future doesn't hold them, while NCCL may still use
-            them.
+        tensors: the call's tensors. Those of a send, recv, gather or scatter (`WITHOUT_FUTURE`) are
+            kept alive until the event is complete, because NCCL may still use them, and the future
+            of such a call doesn't hold them. For other operations the future does.
         """
         records = [work.record for work in works]
         for work in works:
@@ -282,8 +282,9 @@ class Streams:
     def wait(self, work: StreamWork):
         """Make the current CUDA stream wait for an NCCL call, without blocking the program.
 
-        The first wait for a call gets an event, which shows when the stream began to wait. With
-        keep_values the result is read here, which does block.
+        The first wait for a call gets an event, which shows when the stream began to wait. After
+        `launch(..., keep_values=True)`, whose records have the elements of results, the result is
+        read here, which does block.
         """
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():

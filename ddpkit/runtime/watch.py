@@ -1,7 +1,9 @@
 """Watch ranks from the process that launched them, until each has replied, one fails or all hang.
 
 A watch collects the ranks' replies and output. When ranks fail or hang it finds out how, and raises
-an error whose message is the report.
+an error whose message is the report. What ranks do it reads from the board, the shared file in
+which each of them writes its calls (collective calls, sends and receives) before it makes them. A
+`Look` is the state of all ranks as the board shows it at one moment.
 """
 
 import math
