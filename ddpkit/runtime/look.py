@@ -61,10 +61,10 @@ class Look:
 
     events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None:
         as they are now. From these `is_still` tells whether a rank has moved since.
-    standstill: nothing has moved for a long time, so the board is read less cautiously. Then a
-        rank whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried
-        out one by one: a rank hasn't come to a call while another one is queued before it. That is
-        no proof, since NCCL's buffers may let a short message overtake.
+    standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
+        whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried out
+        one by one: a rank hasn't come to a call while another one is queued before it. That is no
+        proof, since NCCL's buffers may let a short message overtake.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):

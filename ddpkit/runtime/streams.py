@@ -296,8 +296,8 @@ class Streams:
         """Note the times of all calls of NCCL that are complete by now; return the others' records.
 
         It never blocks on the GPU. The records are in the order of their events, and one comes
-        twice if both its end and the start of a wait for it are still open. Calls that are late are
-        flagged if the GPU has come to them.
+        twice if both its end and the start of a wait for it are still open. In the record of a call
+        that has been open for 0.3 s (`LATE_S`), `reached` becomes True once the GPU has come to it.
         """
         with self._reading:
             left = []
@@ -357,8 +357,8 @@ class Streams:
     def settle(self):
         """Block until all calls are complete and their times are noted.
 
-        Meanwhile this thread is marked on the board as waiting in the first open call. One may
-        never be complete, and the mark then tells the report of the hang where this rank is.
+        Meanwhile the calling thread is marked on the board as waiting in the first open call. If
+        that is never complete, the mark tells the report of the hang where this rank is.
         """
         while left := self.read():
             self.recorder.stands_at(left[0])

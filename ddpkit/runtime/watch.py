@@ -40,9 +40,10 @@ class Watch:
     live: print the ranks' output as it comes, instead of in rank order at the end.
     fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
         only what they print from now on.
+    pending: the ranks whose replies it still waits for.
     """
 
-    watching: ClassVar[list["Watch"]] = []  # the watches that wait for replies now
+    watching: ClassVar[list["Watch"]] = []  # all watches that wait for replies now
 
     def __init__(self, ranks, board: Board, timeout=None, hang_after=15.0, live=False, fresh=False):
         self.ranks = ranks
@@ -131,9 +132,10 @@ class Watch:
     def _hear(self, rank: processes.Rank, word: str, said):
         """Handle one message of a rank: a word, and the data that belongs to it.
 
-        word, said: "exit" and an exit code, or "failed" and a `Failure`: raises RankError.
-            "disagrees" and {rank: record} of calls that differ: raises HangError. Any other word:
-            `said` is the rank's reply.
+        word, said: "exit" and an exit code, or "failed" and a `Failure`, which describes the
+            exception that the rank raised: raises RankError. "disagrees" and {rank: record} of
+            calls that differ: raises HangError. Any other word: `said` is the rank's reply, which
+            is put into `replies`.
         """
         if word in ("exit", "failed"):
             self._raise_failure(rank, said)
@@ -153,7 +155,7 @@ class Watch:
         It is called now and then while no rank makes progress. A deadlock that the board proves is
         raised at once, unless a timeout of the script's own will soon end it. What is less certain,
         such as that every rank is inside a call, is raised after `hang_after` seconds, plus those
-        for which an emulated link may delay the calls.
+        for which an emulated link, a slow network for the ranks to use, may delay the calls.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, the counts of what each rank has written, unchanged in all that
             time.
@@ -182,10 +184,10 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError if the ranks still can't connect, `START_S` seconds after their start.
+        """Raise HangError if the ranks still can't connect, 60 s (`START_S`) after their start.
 
-        That is, if all are still starting, and for the last half of that time all have been trying
-        to connect. What comes before, loading the function and its arguments, may take any time.
+        That is, if all are still starting, and all have been trying to connect for 30 s. What comes
+        before, loading the function and its arguments, may take any time.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
@@ -207,9 +209,9 @@ class Watch:
     def _waits_unseen(self, rank: int) -> bool:
         """Return whether a rank seems to wait inside C++ code, which leaves no mark on the board.
 
-        It does if it has an open collective call and uses no CPU. A rank that waits for its GPU
-        does use CPU, so there it depends on the GPU. If that has come to an open call the rank
-        waits, and otherwise the GPU is still computing.
+        It does if it has an open collective call and uses no CPU. If the call is on a GPU, the rank
+        uses the CPU even while it waits. Then it waits if the GPU has come to an open call;
+        otherwise the GPU is still computing.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -244,8 +246,9 @@ class Watch:
     def _emulated_s(self) -> float:
         """Return an upper bound, in seconds, on how long the emulated link may delay open calls.
 
-        It is the sum of the whole delays of every rank's open calls. Until then, a lack of progress
-        doesn't count as a hang. Returns 0 without a link.
+        An emulated link delays calls as a slow network would. The bound is the sum of the whole
+        delays of every rank's open calls; 0 without a link. Only when nothing has moved for longer
+        does that count as a hang.
         """
         link = self.ranks[0].assignment.link
         if link is None:
@@ -269,11 +272,12 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Return the text of a report, after asking the ranks that compute on which line they are.
+        """Return the text of a report, after asking each rank that is in no call for its line.
 
         headline, advice: its first line, which says what happened, and its last, what to do.
         look: the state of all ranks.
-        stuck: a rank that lacks a call will never make it; otherwise it may only be late.
+        stuck: True if a rank that hasn't made a call in which others wait will never make it; False
+            if it may only be late.
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
@@ -311,10 +315,10 @@ class Watch:
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
         """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        It takes `SETTLE_S` seconds at most. While no cause is known it takes `LOST_PEER_S`, so that
-        the rank at the other end of a lost connection can report. It returns earlier if all ranks
-        have failed or replied, or if the cause is known, the others wait in calls, and nothing
-        moves any more.
+        It takes 0.4 s (`SETTLE_S`) at most or, while no cause is known, 2 s (`LOST_PEER_S`), so
+        that the rank at the other end of a lost connection can report. It returns earlier if all
+        ranks have failed or replied, or if the cause is known, the others wait in calls, and
+        nothing moves any more.
         fallen: {rank: its `Failure` or exit code, or None if it replied}; later ones are put into
             it.
         cause_known: whether the cause is known already. It is as soon as a rank failed in another
@@ -369,7 +373,7 @@ class Watch:
         return self.output[rank].read()
 
     def shortage(self) -> str:
-        """Return a sentence that says that memory ran out, or "" if nothing shows that."""
+        """Return a sentence that says that the machine's memory ran out; "" if it doesn't seem so."""
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):

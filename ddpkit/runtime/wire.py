@@ -1,9 +1,12 @@
 """The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
 Every call of a rank passes through here, also object collectives, and calls that PyTorch makes in
-C++, as DistributedDataParallel does. The counts of tests and exercises, timelines, replays, the
-report of a hang and the emulated link all come from this one layer. Tensors are passed on
-untouched, so results are bit-identical.
+C++, as DistributedDataParallel does. From this one layer come the counts of calls and bytes that
+exercises check, timelines, animations, the report of a hang, and the emulated link, which delays
+calls as a slower network would. Tensors are passed on untouched, so results are bit-identical.
+
+board: the shared file in which every rank writes its calls, for the report of a hang to read.
+channel: a group, or the messages with one tag from one member to another.
 """
 
 import contextlib
@@ -47,7 +50,6 @@ NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader giv
 class WireWork(Work):
     """The handle of a call on the wire; its `wait` marks the rank on the board as waiting.
 
-    The report of a hang reads the mark.
     inner: the real group's handle.
     record: the call's record.
     recorder: the rank's recorder, which notes waits and the call's end.
@@ -165,9 +167,9 @@ def _as_list(tensors) -> Sequence[torch.Tensor]:
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (elements sent to each member, elements expected from each) of an all_to_all.
 
-    args: of the real group's method: output, input, perhaps (output rows, input rows), options.
-        Output and input are lists with one tensor for each member, or single tensors whose rows are
-        divided by these counts; without counts, evenly.
+    args: of the real group's method. Either lists of tensors, one for each member: output, input,
+        options. Or single tensors, whose rows are divided among the members: output, input, output
+        counts, input counts, options; if the lists of counts are empty, evenly.
     world_size: the number of members.
     """
     received, sent, *sizes, _ = args
@@ -374,8 +376,8 @@ class WireGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag):
         """Record a receive from any rank and start it; return its handle.
 
-        The record gets its sender and channel when `wait` has ended, since only then is the sender
-        known.
+        The record gets its sender, and the channel from there, when `wait` has ended, since only
+        then is the sender known.
         """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
         recorder.issue(record, (), tensors[0])
@@ -449,8 +451,8 @@ class WireGroup(dist.ProcessGroup):
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
         """Split the real group; return a `WireGroup` around this rank's part, or None.
 
-        All members of this group must call it. None: this rank is in no part.
-        ranks: the numbers in this group of the members of the part.
+        All members of this group must call it. None: this rank isn't in its part.
+        ranks: the members of this rank's part, as numbers in this group.
         timeout: None, or torch's default, means this group's timeout.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
@@ -468,8 +470,8 @@ class WireGroup(dist.ProcessGroup):
     def shutdown(self):
         """Shut down this rank's part of the group; `dist.destroy_process_group` calls this.
 
-        On Gloo the connections stay open until all members have done so: closing one early fails a
-        rank that still waits for this one, with an error that hides the cause.
+        It doesn't block. On Gloo the connections stay open until all members have called it: closed
+        early, they would fail a member that still waits, with an error that hides the cause.
         """
         self.recorder.destroyed(self._member.name)
         if self.inner_name == "gloo" and self.recorder.board is not None:
@@ -486,9 +488,9 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note that a call is complete, when its future is; do nothing if the future has failed.
+    """Record that a call is complete, unless its future has failed; the future's callback.
 
-    future: of the real group's handle; it fails by a timeout, say.
+    future: that of the real group's handle, complete by now; it may have failed by a timeout.
     arriving: the tensors that the call fills.
     """
     try:
@@ -655,9 +657,9 @@ def _let_others_go_first(readers: set[str]):
     """Keep Gloo's reading threads from preempting this rank when a message wakes them.
 
     The rank often holds the connection's lock at that moment. The reader then spins in `epoll_wait`
-    until the scheduler intervenes, which costs the computing core most of a millisecond a message;
-    the emulated wire would take none of it. SCHED_BATCH marks a thread that can wait; only Linux
-    has it.
+    until the scheduler intervenes, which takes most of a millisecond a message from the computing
+    core. On the network that is emulated, it would be lost to nobody. SCHED_BATCH marks a thread
+    that can wait; only Linux has it.
     readers: the ids of the threads, as /proc names them.
     """
     for thread in readers:
@@ -684,7 +686,7 @@ def _named_backend(group=None):
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     """Make a group on the wire, even if the script asks for "gloo"; replaces dist.new_group.
 
-    Scripts that write checkpoints in a thread ask for such a group. In a world on NCCL it is a
+    Scripts that write checkpoints in a thread ask for "gloo". Only in a world on NCCL do they get a
     plain Gloo group, which isn't recorded. A `device_id` is dropped, since with it torch would
     connect each group twice. The arguments and the result are torch's.
     """

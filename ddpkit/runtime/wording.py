@@ -1,8 +1,12 @@
 """Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
 The descriptions of collectives and messages are cached, so that there is one for each line of the
-reader's code that makes the call: recording may take no more than 30 µs a call, and a training step
+user's code that makes the call: recording may take no more than 30 µs a call, and a training step
 makes the same calls again and again.
+
+board: the file, shared by all ranks, in which they write their calls.
+place: the user's line, as (file, line, function, via). If that line called an installed framework,
+    via is "file:line:function" of the framework's line, otherwise "".
 """
 
 from dataclasses import dataclass
@@ -25,14 +29,14 @@ once = lru_cache(4096)
 class Member:
     """A rank as a member of a process group: what is needed to describe its calls in words.
 
-    name: the group's name on the board, such as "0#1". label: the group for people, "world" or
+    name: the group's name on the board, such as "0#1". label: its name in texts, such as "world" or
     "group [0, 2]". ranks: the members, as ranks of the world. rank: this one's place among them.
     """
 
-    name: str  # of the group, on the board: "0#1"
-    label: str  # of the group, for people: "world", "group [0, 2]"
-    ranks: tuple[int, ...]  # the members, as global ranks
-    rank: int  # this one's number among them
+    name: str
+    label: str
+    ranks: tuple[int, ...]
+    rank: int
 
     def channel(self, src: int, dst: int, tag: int) -> str:
         """Return the name of the channel for messages from one member to another with a tag.
@@ -68,9 +72,9 @@ class Member:
         raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
-        """Return a sentence on why a call names a rank that the group doesn't have.
+        """Return sentences for an error's text that guess how a call came to name a wrong rank.
 
-        number: the rank that the call names, which is negative or too large.
+        number: the rank that the call names, which is negative or too large for the group.
         """
         if number < 0:
             ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
@@ -83,7 +87,6 @@ def new_group(member: Member, place: Place) -> Said:
 
     A `Said` is the part of a call's record that is the same each time. Its fingerprint is "" here,
     so it isn't compared between ranks.
-    place: the user's line, as (file, line, function, via).
     """
     members = str(list(member.ranks))
     said = member.ranks, f"new {member.name}", "", members
@@ -106,13 +109,12 @@ def collective(
 
     A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the call.
-    place: the user's line, as (file, line, function, via).
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes that must be the same on all ranks; ranks compare their number of elements,
-        except for operations in `UNEQUAL`.
+    alike: the shapes that must be the same on all ranks. Ranks compare the number of elements in
+        them; for operations in `UNEQUAL`, whose sizes may differ, they compare only the rest.
     shapes: the shapes of this rank's input tensors, which give `bytes`.
     dtype: of the tensors; None for a barrier, which has none.
-    reduction: the key in `REDUCTIONS` of a sum, say; None if the operation reduces nothing.
+    reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.
     splits: of an all_to_all, (elements sent to each member, elements expected from each).
     ValueError: `root` isn't a member.
@@ -147,7 +149,6 @@ def message(
 
     A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the message.
-    place: the user's line, as (file, line, function, via).
     op: "send" or "recv".
     number: the other rank's number in the group; None for a receive from any rank.
     tag: the message's tag.

@@ -77,10 +77,11 @@ class Assignment:
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """Run a rank of `launch`: join the world, call the function, reply, and block until killed.
 
-    It blocks because closing a connection early would fail ranks that still talk to this one. The
-    reply is ("done", names of the `SLOW_IMPORTS` that were imported), or ("failed", `Failure`). The
-    value that the function returned and the rank's records are in its file "result", as (value,
-    records).
+    The function and its arguments are in the file "call" of the launch's folder. The value that it
+    returns and the rank's records are put into the file "result" of the rank, as (value, records).
+    The reply is ("failed", `Failure`), which describes an exception, or ("done", names), those of
+    three slow modules (`SLOW_IMPORTS`) that the function imported, which the parent may then
+    preload. It blocks because closing a connection early would fail ranks that still talk to it.
     assignment: the rank's orders.
     pipe: the rank's end of the pipe for messages to and from the parent.
     lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
@@ -107,10 +108,10 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """Run a rank of `%%ranks`: join the world, then run cell after cell in one namespace.
 
     It never returns; the parent kills the process. The first reply, once the world is joined, is
-    ("done", None). Then the parent sends (source, file, whether its calls are wanted) for each
-    cell, and the reply is ("done", (repr of the cell's last expression or None, records of its
-    calls)). Where something raises, the reply is ("failed", `Failure`), and the rank goes on with
-    the next cell.
+    ("done", None). Then the parent sends (source, file, whether to return records) for each cell,
+    and the reply is ("done", (repr of the cell's last expression or None, records of its calls or
+    [])). Where something raises, the reply is ("failed", a `Failure` that describes the exception),
+    and the rank goes on with the next cell.
     assignment: the rank's orders.
     pipe: the rank's end of the pipe for messages to and from the parent.
     lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
@@ -201,7 +202,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        """Add to a timeout's error a note that says which ranks wait for which."""
+        """Add to `error`, raised by a wait that timed out, a note on which ranks wait for which."""
         seconds = waited_s(record, error)
         headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)
