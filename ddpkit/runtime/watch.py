@@ -373,7 +373,7 @@ class Watch:
         return self.output[rank].read()
 
     def shortage(self) -> str:
-        """Return a sentence that says that the machine's memory ran out; "" if it doesn't seem so."""
+        """Return a sentence that says that the machine's memory ran out, or "" if it didn't."""
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
