@@ -52,6 +52,11 @@ DIALECT = re.compile(  # no native engineer writes these
     r"|\bof which all\b|\b[Ww]hoever\b|\b([Ss]ome|[Nn]o)body\b|\bof (theirs|ours)\b"
     r"|(\bor e|, e|\bE)lse\b|\bWho\b|\bwho (just|else|still)\b"
 )
+# A constant with its value in a docstring: "256 (SLOTS)", "0.4 s (`SETTLE_S`)", "`EVERY` (8)"
+CONSTANT = r"`?(?:\w+\.)?(_?[A-Z][A-Z0-9_]+)`?"
+VALUE = r"(\d[\d,.]*)( s| MB)?"
+VALUE_AND_NAME = re.compile(rf"{VALUE} \({CONSTANT}\)")
+NAME_AND_VALUE = re.compile(rf"{CONSTANT} \({VALUE}\)")
 NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
@@ -168,6 +173,49 @@ def dialect(path: Path) -> list[str]:
         if token.type == tokenize.COMMENT:
             lines_of_text.append((token.start[0], token.string))
     return [f"{n}: {line.strip()}" for n, line in sorted(lines_of_text) if DIALECT.search(line)]
+
+
+@cache
+def constants(path: Path) -> dict[str, float]:
+    """{name: number} of a module's constants, whether assigned one by one or several in a line."""
+    found = {}
+    for node in tree(path).body:
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+            for one, value in pairs:
+                if isinstance(one, ast.Name) and one.id.isupper() and is_number(value):
+                    found[one.id] = value.value
+    return found
+
+
+def is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def stale_values(path: Path, root: Path = ROOT) -> list[str]:
+    """List 'NAME: the value said' where a docstring says another value than a constant has.
+
+    A constant that the module imports has the value that it has where it is defined.
+    """
+    everywhere = defaultdict(set)
+    for other in sources(root):
+        for constant, value in constants(other).items():
+            everywhere[constant].add(value)
+    everywhere |= {constant: {value} for constant, value in constants(path).items()}
+    found = []
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module)):
+            continue
+        said = " ".join((ast.get_docstring(node) or "").split())
+        pairs = [(name, value, unit) for value, unit, name in VALUE_AND_NAME.findall(said)]
+        for constant, value, unit in pairs + NAME_AND_VALUE.findall(said):
+            number = float(value.replace(",", "")) * (1e6 if unit == " MB" else 1)
+            if constant in everywhere and number not in everywhere[constant]:
+                found.append(f"{constant}: {value}{unit}")
+    return found
 
 
 def variables(word: str, path: Path) -> list[int]:
@@ -427,6 +475,8 @@ def main() -> None:
     print(told("docstrings that begin askew", begun))
     stilted = (f"{name(path)}:{line}" for path in everything for line in dialect(path))
     print(told("words of dialect", stilted))
+    stale = (f"{name(path)}: {said}" for path in sources() for said in stale_values(path))
+    print(told("constants' values that docstrings have wrong", stale))
     print(told("private names across modules", private_names_across()))
     print(told("names above the runtime in it", names_above_the_runtime()))
     print(told("methods of a class replaced from outside", replaced_methods()))

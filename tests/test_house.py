@@ -79,10 +79,8 @@ def test_a_word_of_ours_has_one_meaning(word):
     assert defining - {WORDS[word]} == TWICE.get(word, set())
 
 
-def test_no_variable_of_the_machinery_is_called_each():
-    parts = ("runtime", "inspect", "bench")
-    machinery = [path for path in house.sources() if house.part(path) in parts]
-    assert [path for path in machinery if house.variables("each", path)] == []
+def test_docstrings_have_the_values_of_constants():
+    assert [said for path in house.sources() for said in house.stale_values(path)] == []
 
 
 RING = '''
@@ -219,7 +217,8 @@ def test_what_is_read_can_get_worse(tmp_path):
 STILTED = '''
 """Somebody
 
-knows."""
+knows MOST (12), 2.5 s (`WAIT_S`), 9,000 (BYTES) and 3 MB (BYTES)."""
+MOST, WAIT_S, BYTES = 11, 2.5, 3_000_000
 for each in ["whoever"]:  # so many, too
     each.hears = [each for each in "nobody"]
 
@@ -232,6 +231,7 @@ def test_words_are_found(tmp_path):
     subject = tmp_path / "ddpkit/stilted.py"
     subject.parent.mkdir()
     subject.write_text(STILTED)
-    assert house.dialect(subject) == ["2: Somebody", "5: # so many, too"]
-    assert house.variables("each", subject) == [5, 6]
+    assert house.dialect(subject) == ["2: Somebody", "6: # so many, too"]
+    assert house.variables("each", subject) == [6, 7]
+    assert house.stale_values(subject, tmp_path) == ["BYTES: 9,000", "MOST: 12"]
     assert house.definitions("join", tmp_path) == {"ddpkit/stilted.py"}
