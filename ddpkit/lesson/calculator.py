@@ -39,7 +39,7 @@ def bucket_calculator(
     ValueError: there are no gradients, or `ready_s` doesn't have one time for each of them.
 
     The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
-    those of `LATENCIES_S` that are larger. For one latency all caps share a time scale, so that
+    those of 1, 3 and 10 ms that are larger. For one latency all caps share a time scale, so that
     pictures can be compared. The text that stands for the widget in a stored notebook states no
     times, because they were measured. Used in notebook 04.
     """

@@ -84,9 +84,9 @@ def weigh(config: TrainConfig) -> int:
     """Take two training steps; return the bytes of the training's state that this rank holds.
 
     To be called on every rank. The state is the rank's part of the parameters, buffers and
-    optimizer moments; gradients and activations aren't counted. Between the steps is a barrier, at
-    which `sent` begins to count bytes. In the first step ddpkit's FSDP also sends messages by which
-    ranks check that they make their calls in the same order, so that step isn't counted.
+    optimizer moments; gradients and activations aren't counted. Between the steps is a barrier, so
+    that `sent` can count the bytes that go out in the second alone: in the first, ddpkit's FSDP
+    also sends messages by which ranks check that they make their calls in the same order.
     """
     trainer = Trainer(config)
     trainer.step(0)  # in which ranks also exchange the order of their calls
@@ -101,13 +101,13 @@ def weigh(config: TrainConfig) -> int:
 def sent(run: Run) -> float:
     """Return the bytes that rank 0 sent after its last barrier, as if collective calls used a ring.
 
-    In a launch of `weigh` these are the bytes of the second training step. They are computed by
-    `sent_by_all` from the sizes in the records of rank 0's calls; the bytes of a broadcast are all
-    counted at the rank that it comes from.
+    In a launch of `weigh` these are the bytes of the second training step. They are computed from
+    the sizes in the records of rank 0's calls, as a ring would send them; the bytes of a broadcast
+    all count at the rank that it comes from.
 
     run: what `launch` returned.
-    ValueError: rank 0 made no barrier. KeyError: it made a call that `sent_by_all` doesn't know,
-        such as all_to_all.
+    ValueError: rank 0 made no barrier. KeyError: it made a call that no ring does, such as
+        all_to_all.
     """
     records = run.wire[0]
     after = max(at for at, record in enumerate(records) if record.op == "barrier")

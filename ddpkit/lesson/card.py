@@ -2,7 +2,8 @@
 
 The verdict gives a card its sign and its colours: True is a right answer (✓), False a failed check
 (✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card has its own light
-background, so it is legible in dark themes as well.
+background, so it is legible in dark themes as well. All texts are plain text; words in backticks
+are shown as code.
 """
 
 import html

@@ -33,9 +33,9 @@ def median_time(results) -> Picture:
     """Draw the median time of a collective call as grouped bars, on a logarithmic scale.
 
     There is a group of bars for each tensor size, and in it a bar for each backend (a way to do the
-    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is its
-    ceiling: the time that merely moving the same bytes took. Bars whose ceiling wasn't measured
-    have no mark. Used in notebook 02.
+    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is the
+    least time possible, in which the same bytes were merely moved, if that was measured. Used in
+    notebook 02.
 
     results: the measurements, a `ddpkit.bench.results.Results`.
     """
@@ -64,9 +64,9 @@ def bandwidth(results) -> Picture:
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """Draw a bar for each result, in a group for each tensor size; return the picture.
 
-    results: a `ddpkit.bench.results.Results`. A ceiling, which is the time of merely moving the
-        bytes, is drawn as a black mark on the bars of other results. The second measurement of the
-        same thing, by which a benchmark shows its noise, is left out.
+    results: a `ddpkit.bench.results.Results`. A ceiling (the speed of merely moving the bytes) is a
+        result without a bar: it is a black mark on the bars of the results that it limits. Second
+        measurements of the same thing, by which a benchmark shows its noise, are left out.
     value: function of a result and of the seconds that it took, which returns the height of a bar.
         It is called with the result's median time for the bar, with its ceiling's for the mark.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
@@ -120,8 +120,8 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Return {name: colour} for all names, in their order.
 
     A name in `COLOURS` has its colour from there, so that it looks the same in all charts. The
-    others get the rest of `page.RANK_COLOURS` in turn, which repeat if there are more names than
-    colours.
+    other names get in turn those of `page.RANK_COLOURS` that are left, from the first again if
+    there are more names than colours.
     """
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
@@ -141,7 +141,8 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     seconds: {name of the variant: [seconds of a step in each round]}.
     compute: the name of the variant that only computes, and doesn't send; a dashed line marks its
         median.
-    link: the emulated link, a `Link` or its text, to be named in the title; None if there was none.
+    link: the `Link` (a slower network) that the launch emulated, or its text, to be named in the
+        title; None if there was none.
 
     The alt text names the variants and states no time. Used in notebook 04.
     """
@@ -352,7 +353,7 @@ def _say(grad: Sequence[float] | str | None) -> str:
 
 
 def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
-    """Draw a box in row `y`, from `x` to `x + width`, with its text in the middle."""
+    """Draw a box from `x` to `x + width`, 0.7 high round row `y`, with its text in the middle."""
     axes.barh(y, width, 0.7, x, color=fill, ec="black")
     page.write_on(axes, x + width / 2, y, text, fill)
 
@@ -475,7 +476,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw how many numbers several ways to compute a result read and write, a bar for each way.
+    """Draw for several ways to compute the same how many numbers each reads and writes, as bars.
 
     A bar stacks the two, and their sum is written at its end. Used in notebook 08.
 
@@ -561,11 +562,11 @@ def crossing(
 ) -> Picture:
     """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
-    Both axes are logarithmic. A circle and a dashed line mark each size from which on another
-    algorithm is the fastest.
+    Both axes are logarithmic. A circle and a dashed line mark each size at which a different
+    algorithm becomes the fastest.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
-    algorithms: names from `cost.ALGORITHMS`.
+    algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     world_size: the number of ranks.
     measured: times with this number of ranks, drawn as points; other algorithms than those named
         are left out.
@@ -604,12 +605,12 @@ def crossing(
 def takeovers(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int
 ) -> list[tuple[float, str, str]]:
-    """List the tensor sizes at which, by the cost model, another algorithm becomes the fastest.
+    """List the tensor sizes at which, by the cost model, a different algorithm becomes the fastest.
 
     Return [(bytes, fastest algorithm for smaller tensors, fastest from this size on)], the smallest
     size first; an empty list if the same algorithm is always the fastest.
 
-    algorithms: names from `cost.ALGORITHMS`.
+    algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     """
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}

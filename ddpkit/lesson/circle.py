@@ -51,7 +51,7 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 
 
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
-    """Return the owner of each element in a rank's first buffer, as one picture shows them.
+    """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
     The owner of an element is the rank that the number came from, a frozenset of ranks if it is the
     sum of their numbers, or None if that isn't known.

@@ -1,4 +1,5 @@
-"""Draw the animation and the charts of notebook 13, and compute what they show, on its ranks.
+"""Draw the animation and the charts of notebook 13; functions to be launched compute what they
+show.
 
 The animation steps through ring attention, in which keys and values travel from rank to rank, one
 rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,
@@ -113,8 +114,9 @@ def sent(run) -> tuple[int, int, int]:
     """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
 
     The bytes are those that rank 0 sends, computed from the records of its messages and collective
-    calls. With W ranks, an all-gather sends its part W − 1 times; of any other collective's bytes,
-    the W − 1 of W parts for other ranks are counted. Receives and the barrier aren't counted.
+    calls. With W ranks, it sends its part of an all-gather W − 1 times; of any other collective's
+    bytes, the W − 1 of W parts for other ranks are counted. The number of calls is that of both
+    passes together, without receives and the barrier.
 
     run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
     """
@@ -259,8 +261,8 @@ def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> f
     One head's keys are (tokens of the rank) × (numbers of a head). The bytes that the rank sends
     are the result times the bytes of these.
 
-    scheme: "ring" for ring attention; anything else for all-to-alls, by which each rank gets all
-        tokens of some heads for its own tokens of all heads.
+    scheme: "ring" for ring attention; anything else for all-to-alls, in which each rank gives away
+        its own tokens of all heads, and gets all tokens of some heads.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
     """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
@@ -316,7 +318,7 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
     end.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
-        add up to 1. The number of steps is a multiple of `EVERY` (8); means over as many are drawn.
+        add up to 1. The number of steps is a multiple of `EVERY` (8); the mean of each 8 is drawn.
     """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []

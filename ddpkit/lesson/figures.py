@@ -333,7 +333,7 @@ class Part:
     begun: for each rank, the end of that last call; if it made none, the time at which it made its
         first call, or inf if it made no call at all.
     start, end: the earliest time in `begun`, and the latest time in the records of this part.
-    link: the emulated link in words, "" if there was none.
+    link: the network that the launch emulated, in words; "" if there was none.
     calls: how often each rank called each operation in this part, in words.
     """
 
@@ -406,8 +406,8 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
     longest: the seconds that the time axis spans.
-    named: write the operation's name on each box that has room, or its initials where only they
-        have; with several streams nothing is written. False: write nothing.
+    named: write the operation's name on each box that has room for it, or its initials if only they
+        fit; with several streams nothing is written. False: write nothing.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about

@@ -63,7 +63,8 @@ class Frame:
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves.
     owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
-    holdings: for each rank, its `Holdings` at the end; only in the last frame that `film` returns.
+    holdings: for each rank, its `Holdings` (buffers, and the owners of the numbers in them) at the
+        end; only in the last frame that `film` returns.
     """
 
     event: Event
@@ -87,7 +88,7 @@ class Holdings:
     buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
     heard: whether the rank has received anything yet; until then all its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
-        was last seen to change.
+        of the rank was last seen to change, which may be added to a number next.
     """
 
     def __init__(self, rank: int, records: list[Record]):

@@ -113,9 +113,9 @@ def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
 
     From version 2.30 on, one variable allows it. Before, NCCL refuses two ranks on one GPU if they
     are on the same host, which it knows by NCCL_HOSTID: so each rank claims to be on a host of its
-    own, and their data goes through sockets.
+    own ("{rank}" in a value stands for the rank), and their data goes through sockets.
 
-    ranks: the number of ranks on one GPU. version: NCCL's, as (2, 30, 7).
+    ranks: the number of ranks on one GPU, 2 or more. version: NCCL's, as (2, 30, 7).
     """
     if version >= SHARES_A_GPU:
         # NCCL 2.30.7 checks only the last pair of ranks for whether NVLS must stay off.

@@ -99,7 +99,7 @@ class Record:
     said: Said
     seq: int  # the number of earlier calls of this rank on this channel
     issued: float
-    # When an emulated link began to carry it; on a GPU, see `streams.py`; otherwise as `issued`.
+    # When an emulated link, or the GPU's stream, began to carry it; otherwise as `issued`.
     started: float | None = None
     done: float | None = None
     waited: float | None = None  # when the rank first began to wait for it
@@ -108,11 +108,11 @@ class Record:
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was deleted before a wait()
     batched: bool = False  # on a GPU, in one batch with the message before
-    reached: bool = False  # on a GPU, its stream has come to this call; noted only if it is late
-    # With `launch(..., keep_values=True)`, each up to 64 elements:
+    reached: bool = False  # on a GPU: 0.3 s after `issued`, the stream has come to this call
+    # With `launch(..., keep_values=True)`, and not of more than 64 elements:
     values: list | None = None  # the numbers that the rank handed in
     result: list | None = None  # the numbers that arrived
-    # (index of the tensor's buffer, the tensor's offset in it, all numbers in the buffer)
+    # (number of the tensor's buffer among those of the rank, the tensor's offset, all its numbers)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -143,10 +143,10 @@ class Record:
 
     @property
     def begun(self) -> float:
-        """Return the time, in seconds, at which the transfer began, as far as is known.
+        """Return the time, in seconds, from which on the call was under way, as far as is known.
 
-        A call on a GPU's stream begins at `started`, later than it was issued. For every other
-        call, and until `started` is known, this is `issued`.
+        On a GPU this is `started`, when its stream came to the call, later than it was issued. On
+        the CPU, also where an emulated link delays it, and until `started` is known: `issued`.
         """
         return (self.stream and self.started) or self.issued
 
@@ -211,8 +211,9 @@ class Board:
         """Write a call with all its fields into its slot on the page of `rank`, or rewrite it
         there.
 
-        Another process may read at any moment. It sees a new call only once the count of calls has
-        grown, and `records` reads again only once the count of events has: so these come last.
+        Another process may read at any moment. It sees a new call only once the page's count of
+        calls has grown, and `records` reads again only once its count of events, which are writes,
+        has grown: so both counts are written last.
 
         index: that of the call among all calls of `rank`, from 0. The call with an index that is
             greater by 256 (SLOTS) overwrites it.
@@ -280,8 +281,9 @@ class Board:
     def set_state(self, rank: int, state: int):
         """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES.
 
-        IDLE: it has run a notebook's cell, and waits for the next one. DISAGREES: it has found that
-        another rank makes a different call.
+        STARTING: it hasn't joined the others yet. RUNNING: it runs the user's code, until it fails
+        or is RETURNED. IDLE: it has run a notebook's cell, and waits for the next one. DISAGREES:
+        it has found that another rank makes a different call.
         """
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -379,7 +381,7 @@ class Board:
             return None
 
     def state(self, rank: int) -> int:
-        """Return the state that `set_state` wrote for `rank`, or STARTING."""
+        """Return the state of `rank`, see `set_state`; STARTING if none was written yet."""
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:

@@ -33,9 +33,9 @@ class CheckedGroup(WireGroup):
     def _collective(self, op, method, args, sent, arriving):
         """Make a collective call; return its handle, which checks the tensors if that is possible.
 
-        op: ddpkit's name of the call. method, args: the real group's method and its arguments.
-        sent: the tensors that the call reads. arriving: those that it fills, the same list if in
-        place.
+        op: the name that the record has, such as "all_reduce". method, args: the real group's
+        method, by name, and its arguments. sent: the tensors that the call reads. arriving: those
+        that it fills, the same list if in place.
         """
         watched = sent
         if sent is arriving and not self._reads(op, args[-1]):
@@ -71,8 +71,8 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
-    result: for an in-place call, the copies into which Gloo writes the result. They are copied into
-        the tensors once the call has completed.
+    result: an attribute. For an in-place call, the caller sets it to the copies into which Gloo
+        writes the result; `end` copies them into the tensors. Otherwise [].
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -103,9 +103,10 @@ class _Check:
 
 @uncompiled
 class CheckedWork(Work):
-    """The handle of an asynchronous call that checks the tensors when the call is complete.
+    """A handle of an asynchronous call; it checks the tensors when the call is complete.
 
     wait(), is_completed() and the future raise ValueError if the tensors were changed.
+    work: the recorded call's handle, which this one wraps. check: the tensors, with a checksum.
     """
 
     def __init__(self, work: WireWork, check: _Check):

@@ -26,7 +26,8 @@ def last_calls(
         of `ranks` belong to its group, the table holds only the calls on its channel (a group, or
         one direction between two ranks), numbered from 1 on that channel. Below the table stand
         each rank's last two calls on other channels, which may rightly differ from rank to rank.
-        Otherwise, and if `guilty` is a receive from any rank, calls of all groups are shown.
+        Otherwise, and if `guilty` is a receive that takes a message from any sender, calls of all
+        groups are shown.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
     """

@@ -4,7 +4,8 @@ The board is the file in which each rank writes its state, and every collective 
 receive before it makes it. All of these are called calls here. A call is open until it is complete.
 A rank has come to a call if it has made it, though the call may still be open. The n-th calls that
 ranks make on one channel belong together; a channel is a group, or the messages with one tag from
-one member to another. The code calls a `Situation` `s`.
+one member to another: its name is the group's name, and for messages, after a space, between which
+ranks they go. Variables that are called `s` hold a `Situation`, the state of one rank.
 """
 
 import itertools
@@ -56,7 +57,7 @@ class Situation:
 class Look:
     """The state of all ranks, as the board shows it at one moment.
 
-    now: a `Situation` for each rank.
+    now: a `Situation` for each rank, in a list: where it is, and for which ranks it waits.
     records: for each rank its last calls, as a list of `Record`s, the oldest first.
 
     events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None:
@@ -64,7 +65,7 @@ class Look:
     standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
         whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried out
         one by one: a rank hasn't come to a call while another one is queued before it. That is no
-        proof, since NCCL's buffers may let a short message overtake.
+        proof, since a short message may fit into NCCL's buffers, and be complete before its turn.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -350,10 +351,10 @@ class Look:
     def crossed_groups(self) -> dict[tuple[int, ...], list[int]]:
         """Return groups that ranks made under one number, though their members differ.
 
-        Each rank counts the groups that it makes, and ranks look for each other under a group's
-        number, so those of two groups may find each other, or none.
-        Return {members: the ranks that made a group of these members}, of the first such number, or
-        {}.
+        Each rank counts the groups that it makes, and members of a group find each other's
+        addresses under its number. So a rank may connect with a member of another group, or with
+        nobody. Return {members, as ranks of the world: the ranks that made the group so}, of the
+        first such number, or {}.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
         for rank in self.ranks:
@@ -364,17 +365,14 @@ class Look:
         return next((groups for groups in made.values() if len(groups) > 1), {})
 
     def in_step(self) -> bool:
-        """Return whether all ranks are idle and have made the same calls: they can go on."""
+        """Return whether all ranks wait for the next cell and have made the same calls so far."""
         if any(s.state != "idle" for s in self.now):
             return False
         return not any(self.missing(r, rank) for rank in self.ranks for r in self.records[rank])
 
 
 def group_of(call: Record) -> str:
-    """Return the name of a call's group: the first word of its channel.
-
-    Behind that word, the channel of a message says between which ranks it goes.
-    """
+    """Return the name of a call's group, which is the first word of the channel's name."""
     return call.channel.partition(" ")[0]
 
 
@@ -393,5 +391,5 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
-    """Return the `time.perf_counter()` at which a first rank made the call of these records."""
+    """Return the `time.perf_counter()` of the earliest of these records, {rank: record}."""
     return min(record.issued for record in by_rank.values())

@@ -96,7 +96,7 @@ class FreeMemory:
         """Return a sentence which says that memory ran out; "" if nothing shows that.
 
         It did if the kernel has killed a process for memory since this object was made, or if less
-        than `SHORT` of all memory was free in one of the last samples.
+        than 10 % of all memory was free in one of the last samples.
         """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:

@@ -41,7 +41,8 @@ class Output:
         self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Return the output so far, as text; beyond `KEPT_BYTES`, its beginning and its end.
+        """Return the output so far, as text; beyond 2 MB (`KEPT_BYTES`), its first and last million
+        bytes.
 
         Between these a line says how much is left out. Messages that Gloo and NCCL print are
         dropped.
@@ -54,10 +55,10 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Cut the middle out of the file if it has grown beyond 2 × `KEPT_BYTES`.
+        """Cut the middle out of the output if it has grown beyond 4 MB.
 
-        The rank may go on printing meanwhile. The first half of `KEPT_BYTES` stays in the file, the
-        last half is kept in memory for `read`, and what lies between is lost.
+        The rank may go on printing meanwhile. Of the output, the first million bytes stay in the
+        file, the last million are kept in memory for `read`, and what lies between is lost.
         """
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
@@ -69,8 +70,8 @@ class Output:
         """Return the lines that have been completed since this was last called, to show them live.
 
         last: True to return the unfinished line at the end as well.
-        After `MOST_SHOWN` bytes or `MOST_LIVE` lines in all, a note says that no more is shown, and
-        from then on "" is returned.
+        Once 100,000 (`MOST_SHOWN`) bytes or 2,000 (`MOST_LIVE`) lines have been returned by all
+        calls, a note says that no more is shown, and from then on "" is returned.
         """
         if not self._is_shown:
             return ""
@@ -90,7 +91,7 @@ class Output:
         return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
-        """Return up to `most` bytes of the output, from byte `start` of it on."""
+        """Return up to `most` bytes of the output that is in the file, from its byte `start` on."""
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)
@@ -109,8 +110,8 @@ def _clean(data: bytes) -> str:
 def shorten(text: str, where: str) -> str:
     """Return `text`, with its middle cut out if it is very long.
 
-    More than `MOST_LINES` lines are cut to about as many, and then more than `MOST_SHOWN`
-    characters are. A line says how much is left out.
+    At most 200 (`MOST_LINES`) lines are left of it and, if these are longer, 100,000 (`MOST_SHOWN`)
+    characters. A line says how much is left out.
     where: words that say where all of it is, such as ", all of them in run.output[2]"; "" for none.
     """
     lines = text.splitlines(keepends=True)

@@ -59,9 +59,8 @@ def is_installed(file: str) -> bool:
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in this stack.
 
-    skip: the number of innermost frames known to be ddpkit's: not looking at them saves time.
-    via: the line of an installed framework that the user's line called and that led here, as
-        "file:line:function"; "" if there is none.
+    It is what `place_in` returns. skip: how many innermost frames, this function's included, are
+    known to be ddpkit's and aren't looked at, which saves time.
     """
     return place_in(sys._getframe(skip))
 

@@ -52,7 +52,8 @@ class Rank:
     messages, and `self.pipe` is the parent's end. `lifeline` is a pipe that closes when the parent
     ends, however that happens; the rank then ends itself, so that no process is left behind.
     assignment: the rank's orders, such as its number and the folder of the launch.
-    target: a function that the new process can import: `worker.main` or `worker.serve_cells`.
+    target: a function that the new process can import: `worker.main`, which calls the user's
+        function, or `worker.serve_cells`, which runs notebook cells until the rank is ended.
     """
 
     def __init__(self, assignment: worker.Assignment, target):
@@ -102,8 +103,8 @@ class Rank:
     def wait_gone(self):
         """Wait until the killed process has ended, then close the pipe and the process object.
 
-        The wait lasts at most `GONE_S` seconds, or `GONE_ON_GPU_S` for a rank on a GPU. A process
-        that is still there afterwards is left alone, without an error.
+        The wait lasts at most 4 s (`GONE_S`), or 30 s (`GONE_ON_GPU_S`) for a rank on a GPU. A
+        process that is still there afterwards is left alone, without an error.
         """
         self.process.join(GONE_ON_GPU_S if self.assignment.choice.gpus else GONE_S)
         self.pipe.close()
@@ -162,9 +163,9 @@ def world(
     it, so read them inside.
     choice: the backend, the GPUs and the environment variables of the ranks.
     link: the `Link` whose latency and bandwidth are emulated, or None.
-    keep_values: whether the records of calls keep the elements of short tensors, so that animations
-        of the run can show them.
-    target: the function that each process runs: `worker.main` or `worker.serve_cells`.
+    keep_values: whether the records of calls keep the elements of tensors with at most 64, so that
+        animations of the run can show them.
+    target: the function that each process runs, as for `Rank`.
     call: the pickled (function, args, kwargs) for `worker.main` to call; `serve_cells` takes none.
     check_buffers: whether the ranks check that no tensor is changed while it is being sent.
     OSError: the disk for temporary files is full; make room, or set TMPDIR.

@@ -6,8 +6,8 @@ process read there which call a rank is in, even while that rank is blocked in C
 channel: a group, or the messages with one tag from one member to another. Calls of different ranks
     that have the same number on a channel belong together.
 wire: the process group around the real one, `WireGroup`, through which all calls pass.
-keep_values: an argument of `launch`. Records then also keep the elements of tensors, up to 64
-    (KEPT_ELEMENTS), so that animations of the run can show them.
+keep_values: an argument of `launch`. Records then also keep the elements of tensors, and of whole
+    storages, that have at most 64 (KEPT_ELEMENTS), so that animations of the run can show them.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Recorder:
         sent: the tensors that the call sends.
         buffer: the call's tensor, whose whole storage is kept, so that an animation can show the
             memory around it.
-        Both are read only with keep_values.
+        Neither is used without keep_values.
         """
         if self.keep_values:
             record.values = _values(sent)
@@ -128,7 +128,7 @@ class Recorder:
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
         """Return {rank: its record} of a rank whose call with the same number differs, or None.
 
-        The number is `record.seq`, that of earlier calls on the channel. Return {} if a call
+        The number is `record.seq`, the count of earlier calls on the channel. Return {} if a call
         differs, but its record is already overwritten on the board. Every rank writes its own call
         before it reads the others', so of two ranks that disagree the later one always notices.
         """
@@ -259,8 +259,8 @@ class Recorder:
         """Assign one of the board's waiting marks to this thread; return the index of the mark.
 
         The mark says in which call the thread waits. A thread gets one when it makes its first
-        call. Index 0 is the main thread's. When all `CALLERS` indices are taken, further threads
-        share the last one.
+        call. Index 0 is the main thread's. When all 8 (`CALLERS`) are taken, further threads share
+        the last one.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -382,8 +382,8 @@ class Recorder:
     def latest_issue(self, record: Record) -> float:
         """Return the `time.perf_counter()` at which the last of the group's ranks made this call.
 
-        Ranks of which the board shows no such call are left out. For a receive, the sender counts
-        from when its message left, which the emulated link may delay.
+        Ranks of which the board shows no such call are left out. For a receive, the sender's time
+        is that at which its message left, which an emulated link may delay.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():

@@ -50,7 +50,7 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
     """Return (headline, advice) for an all_to_all whose splits disagree.
 
     by_rank: {rank: its record of the call}.
-    pairs: each (sender, receiver) where the one sends another number of elements than the other
+    pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
         expects. The rank that is in most of them is named first: if one rank is at fault, it is in
         all.
     """
@@ -210,11 +210,10 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Return why a rank won't come for which the rank of `s` waits, in words that follow "which
-    has".
+    """Return why a rank will never make the call in which the rank of `s` waits for it.
 
-    For example 'returned', or 'destroyed its group without that call (...)'. At least one such rank
-    must be gone; this is about the first.
+    The words follow "which has": 'returned', 'destroyed its group without that call (...)'. At
+    least one such rank must be gone; this is about the first.
     """
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
@@ -345,7 +344,8 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 def crossed(look: Look) -> str | None:
     """Return sentences on a number under which ranks made groups of different members, or None.
 
-    Each rank counts the groups that it makes; ranks look for each other under such a number.
+    Each rank counts the groups that it makes, and members of a group find each other's addresses
+    under its number: where ranks count differently, they never connect.
     """
     groups = look.crossed_groups()
     if not groups:
@@ -359,10 +359,10 @@ def crossed(look: Look) -> str | None:
 
 
 def let_go(look: Look) -> str | None:
-    """Return a sentence on an open message whose handle was deleted, and its line, or None.
+    """Return sentences on a message that isn't complete and whose handle was deleted, or None.
 
-    The handle is what isend or irecv returns. Without it nothing completes the message, which may
-    hold up all later ones.
+    They name the line of its isend or irecv, which returned the handle. Without the handle nothing
+    completes the message, which may hold up all later ones.
     """
     for rank in look.ranks:
         for record in look.records[rank]:
@@ -392,8 +392,8 @@ def report(
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
     look: the state of all ranks.
-    stuck: True if a rank that lacks a call will never make it; False if it may only be late. In the
-        first case this counts as a difference, which the table marks.
+    stuck: True if a rank that hasn't made a call in which others wait will never make it, which the
+        table then marks as a difference; False if it may only be late.
     ranks: the ranks to show; None for all.
     """
     ranks = look.ranks if ranks is None else ranks

@@ -23,7 +23,7 @@ class Run:
         and times.
     seconds: from the start of the first process to the arrival of the last result.
     backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".
-    link: the emulated link between the ranks, or None.
+    link: the `Link` (latency and bandwidth) that was emulated between the ranks, or None.
     clock_s: what to add to the records' times to get the time of day, in seconds.
     """
 

@@ -55,10 +55,11 @@ class Cuda:
         """Return a new event that is complete once `work` is, recorded on a stream of our own.
 
         No other work waits for that stream, so the program isn't delayed. There is one for each
-        value of `record.stream`, from torch's pool of another priority, so that the program doesn't
-        share it. The stream waits for the future of `work`, because `work.wait()` would free
-        tensors that NCCL may still read. A send, recv, gather or scatter (`WITHOUT_FUTURE`) has a
-        future that doesn't wait for all its tensors: there it is `work.block_current_stream()`.
+        value of `record.stream`, from torch's pool of high-priority streams, so that the program
+        doesn't share it. The stream waits for the future of `work`, because `work.wait()` would
+        free tensors that NCCL may still read. A send, recv, gather or scatter (`WITHOUT_FUTURE`)
+        has a future that doesn't wait for all its tensors: for these, `work.block_current_stream()`
+        makes the stream wait instead.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -151,8 +152,8 @@ class Streams:
     """The calls of a rank on its GPU that aren't complete yet, and the thread that times them.
 
     The thread copies the times of complete CUDA events into the records of the calls, and onto the
-    board that all ranks share. Events count in float32 milliseconds, so that a quarter of an hour
-    after the start, times are good to 0.06 ms.
+    board that all ranks share. CUDA gives these times as float32 milliseconds since an event made
+    at the beginning, so they become coarser: 0.06 ms after a quarter of an hour.
     recorder: the rank's `Recorder`.
     gpu: a `Cuda`, which makes the events.
     """
@@ -169,11 +170,11 @@ class Streams:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ddpkit streams")
 
     def watch(self):
-        """Start the thread that reads the calls' CUDA events, every `LOOK_S` seconds."""
+        """Start the thread that reads the calls' CUDA events, every 0.05 s (`LOOK_S`)."""
         self._watcher.start()
 
     def stop(self, timeout_s: float):
-        """End the reading thread, and wait for that `timeout_s` seconds at most.
+        """End the reading thread, and wait `timeout_s` seconds at most until it has ended.
 
         It must have ended before Python shuts down, since CUDA may crash in a thread after that.
         """
@@ -199,7 +200,8 @@ class Streams:
     ) -> StreamWork | None:
         """Record an NCCL call, make it by `call()` between two events, and return its handle.
 
-        record: the record of the collective call, send or receive; it isn't issued yet.
+        record: the record of the collective call, send or receive, which isn't in the recorder's
+            list yet.
         call: makes the call, and returns NCCL's handle, or None for a message of a batch.
         sent, arriving: the tensors that the call reads, and those that it fills.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
@@ -282,9 +284,9 @@ class Streams:
     def wait(self, work: StreamWork):
         """Make the current CUDA stream wait for an NCCL call, without blocking the program.
 
-        The first wait for a call gets an event, which shows when the stream began to wait. After
-        `launch(..., keep_values=True)`, whose records have the elements of results, the result is
-        read here, which does block.
+        The first wait for a call gets an event, which shows when the stream began to wait. If the
+        recorder has keep_values, for animations, it reads the result's elements here, and that does
+        block.
         """
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
@@ -317,7 +319,7 @@ class Streams:
     def _look_whether_reached(self, records: list[Record], events: dict):
         """Set `reached` to True in the records of a late call once the GPU has reached the call.
 
-        A call is late if it has been open for more than `LATE_S` seconds. As long as `reached` is
+        A call is late if it has been open for more than 0.3 s (`LATE_S`). As long as `reached` is
         False then, the GPU is still busy with work that was queued before the call.
         records: the record of the call, or those of a batch of sends and receives.
         events: {time field of the records: the CUDA event that gives that time}; the event of

@@ -33,14 +33,15 @@ LOST_PEER_S = 2.0  # the same, as long as all failed ranks only lost their conne
 class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
-    ranks: the list of the ranks' `processes.Rank`.
+    A rank replies when it has run the launch's function, or a cell, to the end.
+    ranks: the list of the ranks' processes, each a `processes.Rank`.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which a wait for replies ends with HangError; None: never.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
     live: print the ranks' output as it comes, instead of in rank order at the end.
     fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
         only what they print from now on.
-    pending: the ranks whose replies it still waits for.
+    pending: those of `ranks` whose replies it still waits for. replies: {rank: its reply}.
     """
 
     watching: ClassVar[list["Watch"]] = []  # all watches that wait for replies now
@@ -61,7 +62,8 @@ class Watch:
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
-        A reply is what `worker.main` or `worker.serve_cells` sends with the word "done".
+        A reply is what a rank sends with the word "done": of a cell, (the repr of its value, its
+        records); of a function, names of slow modules that it imported, for its value is in a file.
         awaited: the ranks to wait for; None: all.
         RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
             has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and it says where they
@@ -81,8 +83,8 @@ class Watch:
     def status(self) -> str:
         """Return a line for a progress display: how many calls the ranks have made so far.
 
-        Calls are collective calls, sends and receives, of all ranks together. After `STANDSTILL_S`
-        seconds without a call it says instead which ranks wait for which.
+        Calls are collective calls, sends and receives, of all ranks together. After 10 s
+        (`STANDSTILL_S`) without a call it says instead which ranks wait for which.
         """
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
@@ -153,9 +155,10 @@ class Watch:
         """Raise HangError if ranks can never go on.
 
         It is called now and then while no rank makes progress. A deadlock that the board proves is
-        raised at once, unless a timeout of the script's own will soon end it. What is less certain,
-        such as that every rank is inside a call, is raised after `hang_after` seconds, plus those
-        for which an emulated link, a slow network for the ranks to use, may delay the calls.
+        an error at once, unless a timeout of the script's own will soon end it. What is less
+        certain, such as that every rank is inside a call, is an error after `hang_after` seconds,
+        and after as many more as an emulated link, which acts as a slow network, may delay the
+        calls.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, the counts of what each rank has written, unchanged in all that
             time.
@@ -272,7 +275,7 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Return the text of a report, after asking each rank that is in no call for its line.
+        """Return a report's text; before, ask each rank that is in no call at which line it is.
 
         headline, advice: its first line, which says what happened, and its last, what to do.
         look: the state of all ranks.
