@@ -36,7 +36,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     until: leave out the actions that begin at this tick or later, and draw a line there.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
+    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -63,7 +63,7 @@ def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
     schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
+    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
     """
     return _idle(_planned(schedule, ticks))
 
@@ -168,13 +168,13 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
         default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, missing or twice there, or the ranks would hang.
+    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action in the tick that ends at `tick` or "-", `_held`)."""
+        """Return, for each rank, (its action or "-", how many micro-batches it holds) at `tick`."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]
@@ -205,6 +205,7 @@ def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
     """Count the micro-batches whose activations a rank holds in the tick that ends at `tick`.
 
+    One that is held in several of the rank's stages counts in each.
     A micro-batch is held in a stage from the start of its forward, such as "1F0", to the end of its
     backward "1B0", or, if that is split in two, of the part for the weights, "1W0".
 

@@ -136,10 +136,10 @@ class Stage:
     frames: all frames of the animation.
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
     changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
-        it; None for other frames.
+        it; None for other frames, and if the numbers weren't kept.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
-        the left margin and y from the top of the rank's row, below its padding. Buffers have the
-        keys that they have in `Frame.memory`.
+        the left margin and y from the top of the rank's row, below its padding. A buffer's key is a
+        number or a call's name, as in `Frame.memory`.
     tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
         height of the title, and of the words below a row that say what is wrong with its rank.
     All lengths are in pixels.
@@ -225,7 +225,7 @@ def _change(event: Event) -> figures.Change | None:
 
 
 def _all_numbers(frames: list[Frame]):
-    """Yield every list of numbers, or None, that the frames show: of buffers and of messages."""
+    """Yield all lists of numbers that the frames show, or None for those that weren't kept."""
     for frame in frames:
         for buffers in frame.memory:
             for cells in buffers.values():
@@ -275,7 +275,7 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
     """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
 
     change: the drawing of a collective's numbers before and after, which then take the place of the
-        rank's buffers; None if the event isn't a collective.
+        rank's buffers; None if the event isn't a collective, or its numbers weren't kept.
     """
     y, said = stage.top(rank), frame.status.get(rank, "")
     fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)

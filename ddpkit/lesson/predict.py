@@ -6,9 +6,9 @@
     hops.answer(run_of_4.hops)                                  # 6 ≠ you: 8
     predict.score()                                             # at the end of the notebook
 
-The reader may leave the field empty; the answer is then shown without a guess. A guess that is
-entered after the answer was shown doesn't count until the question is asked again. A wrong guess is
-shown in amber, as a surprise, because red is for failed checks.
+The reader may leave the field empty; the answer is then shown without a guess. After the answer was
+shown, guesses don't count; asking the question again allows a new one. A wrong guess is shown in
+amber, as a surprise, because red is for failed checks.
 """
 
 from collections.abc import Sequence

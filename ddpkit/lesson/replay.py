@@ -33,7 +33,7 @@ class Event:
     status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
         the owner of each number that it got)}, as the function `change` returns it. An owner is the
-        rank that a number came from, or a frozenset of ranks for a sum.
+        rank that a number came from, a frozenset of ranks for a sum, or None if unknown.
     """
 
     kind: str
@@ -85,8 +85,8 @@ def replay(run) -> list[Event]:
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
     """Return what one rank did, in order, as [(SEND, RECEIVE, ENTER or LEAVE, record)].
 
-    A message is received at the moment of its arrival. A rank enters a collective by the call, and
-    leaves it where its wait begins or, if the rank never waits, when the collective is complete.
+    A message is received at the moment of its arrival. A rank enters a collective by the call. It
+    leaves it where it calls wait() or, if it never does, when the collective is complete.
 
     records: the records of that rank's calls. A call that never ended has no RECEIVE or LEAVE.
     """

@@ -1,6 +1,6 @@
-"""The player of notebook 08: an animation of online softmax, which reads a row number by number.
+"""The player of notebook 08: an animation of online softmax, which reads one number after another.
 
-It shows the row's maximum so far, m, and its sum so far, ℓ, after each number.
+It shows, after each number, the maximum so far, m, and the sum of eˣ⁻ᵐ so far, ℓ.
 """
 
 import itertools

@@ -85,10 +85,10 @@ WIRES = {  # an H100's links inside its node and to other nodes, and an office's
 
 
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
-    """Return the bytes that a transformer layer all-reduces in a step, for two ways to split it.
+    """Return the size of what a transformer layer all-reduces in a step, for two ways to split it.
 
-    It is {"tensor parallel": bytes of activations, "data parallel": bytes of gradients}, in 16-bit
-    numbers.
+    It is {"tensor parallel": bytes of activations, "data parallel": bytes of gradients}, with 2
+    bytes for each number.
 
     width: the layer's width. tokens: the number of tokens in the whole batch.
     """

@@ -155,9 +155,10 @@ def lost_peer(how: Fall | None) -> bool:
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Return whether two ranks failed alike, apart from numbers of ranks and addresses in memory.
+    """Return whether two ranks failed alike: by the same class, with the same frames and message.
 
-    Class and frames must be equal. Two exit codes never count as alike.
+    In the message, the ranks' own numbers and addresses in memory may differ. Two exit codes never
+    count as alike.
     """
     if not (isinstance(one, Failure) and isinstance(other, Failure)):
         return False
@@ -166,7 +167,7 @@ def _same(one: Fall, other: Fall) -> bool:
 
 
 def _anonymous(message: str) -> str:
-    """Cut numbers of ranks and addresses such as 0x7f00 out of a message, to compare it."""
+    """Return a message without numbers as in "rank 3", addresses as in 0x7f00, to compare it."""
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
@@ -174,22 +175,25 @@ def _anonymous(message: str) -> str:
 
 
 class Witness(Protocol):
-    """A source of facts about ranks for `explain_fall`; the launch's `Watch` is one.
+    """A source of facts about ranks for `explain_fall`, such as the launch's `Watch` of its ranks.
 
     noted_exit(rank): (exit code, (file, line, function)) of the `os._exit` that ended it, or None.
+    printed(rank): all its output so far. place(rank): (file, line, function) where it computes.
+    shortage(): a sentence which says that memory is short, or "".
     """
 
-    def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...  # as exits.noted_exit
-    def printed(self, rank: int) -> str: ...  # all its output so far
-    def place(self, rank: int) -> tuple | None: ...  # (file, line, function) where it computes
-    def shortage(self) -> str: ...  # a sentence which says that memory is short, or ""
+    def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...
+    def printed(self, rank: int) -> str: ...
+    def place(self, rank: int) -> tuple | None: ...
+    def shortage(self) -> str: ...
 
 
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
     """Return (the rank that failed first, the report of the failure as the text of a RankError).
 
-    The report says how and on which line that rank failed, what the failure most likely means
-    (`MEANS`), where the other ranks were, and the last 5 lines (`LAST_LINES`) that it printed.
+    The report says how and on which line that rank failed, what the failure most likely means (by
+    the table `MEANS` of parts of error messages), where the other ranks were, and the last 5 lines
+    (`LAST_LINES`) that it printed.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
         because another rank had.
     look: the state of all ranks when the launch ended them.

@@ -64,8 +64,8 @@ def launch(
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show output as the ranks print it, instead of in rank order at the end.
-    keep_values: keep the elements of tensors in the records, up to 64, so that animations of the
-        run can show them.
+    keep_values: keep the elements of tensors with at most 64 in the records, so that animations of
+        the run can show them.
     check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; each call
         then takes two checksums of its tensors.
 
@@ -245,8 +245,8 @@ def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned from `fn`, before the exchange of results begins.
 
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
-    The ranks meet twice: after each has marked itself on the board as returned, and after each has
-    marked itself as running again.
+    The ranks meet twice: after each has marked itself as returned on the board, the file that they
+    share, and after each has marked itself as running again.
     mine: this rank's recorder, or None if the script initialised torch.distributed itself.
     """
     store = c10d._get_default_store()

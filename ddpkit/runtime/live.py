@@ -36,8 +36,8 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 class LiveWorld:
     """A set of ranks, joined by torch.distributed, that run cell after cell until they are closed.
 
-    world_size: the number of ranks. They use NCCL if they can have or share GPUs, otherwise Gloo on
-        the CPU.
+    world_size: the number of ranks. They use NCCL if there is a GPU for each, or if NCCL is new
+        enough (2.30) for ranks to share one; otherwise Gloo on the CPU.
     The ranks are processes, and each keeps its own variables between cells. `is_open` is False once
     they have been ended, by `close` or by a failure.
     """
@@ -48,7 +48,7 @@ class LiveWorld:
         self.is_open = True
 
     def _start(self, choice: Choice):
-        """Start the ranks on the backend of `choice`, and return when all have joined.
+        """Start the ranks on the backend and devices of `choice`, and return when all have joined.
 
         `backends.start_on` calls this, and once more, with Gloo, if a rank can't use its GPU.
         """
@@ -107,7 +107,7 @@ class LiveWorld:
 
         They can if all are alive, are idle, and have made the same calls. They can't while one has
         yet to answer: the next cell would take that answer for its own.
-        watch: that of the cell that has just failed.
+        watch: the watch that waited for the cell that has just failed.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()

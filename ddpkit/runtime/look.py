@@ -28,8 +28,10 @@ class Situation:
 
     call: the call in which it waits, which it polls, or in which it differs; None if it is in none.
     missing: the ranks for which it waits there.
-    place: (file, line, function), perhaps with via, of the user's line where it is, if known.
-    lost: the other side's record of its message, if that deleted its handle without waiting.
+    place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
+        entry, the line of a framework that this line called, as "file:line:function".
+    lost: if it waits for a message, and the other rank deleted its own handle of that message
+        without waiting for it: the other rank's record of the message.
     more: if several of its threads wait, this is the wait of one, and `more` has the others'.
     has_free_thread: whether one of its threads that make calls is in none.
     destroyed: {name of a group that it destroyed: the line that did}, as in `Board.destroyed`.
@@ -142,7 +144,7 @@ class Look:
     def _polled(self, rank: int) -> Record | None:
         """Return the open call that `rank` polls, again and again, by `is_completed()`, or None.
 
-        A poll longer ago than `POLLS_S` doesn't count, since the rank has moved on.
+        A poll more than 1 s (`POLLS_S`) ago doesn't count, since the rank has moved on.
         """
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
@@ -194,7 +196,8 @@ class Look:
 
         A GPU carries out the calls of a group in the order in which they were made, so `call` is
         held up by the first open one for which members are missing. At a standstill it is held up
-        by the first one in the queue, with its batch, even if no member is missing there.
+        by the first one in the queue, even if no member is missing there, or by another message
+        that batch_isend_irecv started together with that one, if members are missing there.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -331,10 +334,10 @@ class Look:
     def mismatch(self) -> dict[int, Record] | None:
         """Return the earliest call in which ranks differ, as {rank: its record}.
 
-        Compared are the calls of all ranks with the same index on the same channel (a group, or one
-        direction between two ranks). They differ if their fingerprints do, that is operation,
-        dtype, root, reduction and, unless it may differ, the number of elements. They also differ
-        if the splits of an all_to_all don't fit. Return None if there is no difference.
+        It compares calls that have the same number on the same channel. They differ if their
+        fingerprints do, that is operation, dtype, root, reduction or, unless the operation lets
+        ranks bring different sizes, the number of elements. They also differ if the sizes that
+        ranks of an all_to_all send and expect don't fit. Return None if there is no difference.
         """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:

@@ -322,8 +322,8 @@ class Watch:
         that the rank at the other end of a lost connection can report. It returns earlier if all
         ranks have failed or replied, or if the cause is known, the others wait in calls, and
         nothing moves any more.
-        fallen: {rank: its `Failure` or exit code, or None if it replied}; later ones are put into
-            it.
+        fallen: {rank: its `Failure` (the exception that it raised) or exit code, or None if it
+            replied}; later ones are put into it.
         cause_known: whether the cause is known already. It is as soon as a rank failed in another
             way than by losing its connection.
         """
@@ -344,8 +344,9 @@ class Watch:
                 return
 
     def _raise_failure(self, rank: processes.Rank, how: Fall):
-        """Raise RankError for the rank that failed first, or HangError for calls that differ.
+        """Raise RankError for the rank that failed first, or HangError if ranks' calls differ.
 
+        Such calls, which should have been the same on all ranks, are the cause of the failure then.
         rank: the rank whose failure was noticed first, which need not be the one that failed first.
         how: its `Failure`, if it raised an exception, or its exit code.
         NoGpu: CUDA can't use the GPU of this rank; unless NCCL was asked for, `start_on` then
@@ -380,7 +381,7 @@ class Watch:
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
-        """Raise a `kind` of LaunchError that carries each rank's output and last records.
+        """Raise a `kind` of LaunchError that carries each rank's output, and records of its calls.
 
         The output that isn't shown yet is printed first.
         message: the error's text. details: further arguments of `kind`, such as rank= of RankError.
@@ -394,11 +395,11 @@ class Watch:
     def show_output(self, kept: str = "") -> list[str]:
         """Print the output not shown yet, in rank order; return each rank's whole output, by rank.
 
-        The middle of a very long output isn't printed. The returned text lacks its middle only
-        beyond `output.KEPT_BYTES`. Output from before the watch is left out, unless the watch is
-        `fresh`.
+        The middle of a very long output isn't printed. The returned text of a rank lacks its middle
+        only beyond 2 MB (`output.KEPT_BYTES`). Output from before the watch is left out, unless the
+        watch is `fresh`.
         kept: the name of the list that the user can find the whole output in, such as "run.output".
-            A note in place of what isn't printed says so.
+            A note in place of what isn't printed says so. "": it names no list.
         """
         if self.live:
             self._show_new_lines(last=True)

@@ -342,7 +342,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return the `Streams` that time calls with these tensors; None if they are on the CPU."""
+        """Return the `Streams`, which times calls on the GPU; None for tensors on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -393,7 +393,9 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, tensors, until_done)
 
     def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
-        """Return the record of a send or receive that is about to be made, before it is issued.
+        """Return a new record of a send or receive that is about to be made.
+
+        The recorder doesn't have it yet.
 
         peer: the other rank's number in the group; None for a receive from any rank.
         """
@@ -411,7 +413,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving, held_back)
 
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
-        """Return the record of a call that is about to be made; it isn't issued yet.
+        """Return a new record of a call that is about to be made; the recorder doesn't have it yet.
 
         words: a function of `wording` that describes the call. what: its arguments after member and
             line.
@@ -451,7 +453,7 @@ class WireGroup(dist.ProcessGroup):
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
         """Split the real group; return a `WireGroup` around this rank's part, or None.
 
-        All members of this group must call it. None: this rank isn't in its part.
+        All members of this group must call it. None: this rank isn't in any part.
         ranks: the members of this rank's part, as numbers in this group.
         timeout: None, or torch's default, means this group's timeout.
         """
@@ -658,8 +660,8 @@ def _let_others_go_first(readers: set[str]):
 
     The rank often holds the connection's lock at that moment. The reader then spins in `epoll_wait`
     until the scheduler intervenes, which takes most of a millisecond a message from the computing
-    core. On the network that is emulated, it would be lost to nobody. SCHED_BATCH marks a thread
-    that can wait; only Linux has it.
+    core. On the network that the link stands for, no core would lose that time. SCHED_BATCH marks a
+    thread that can wait; only Linux has it.
     readers: the ids of the threads, as /proc names them.
     """
     for thread in readers:

@@ -111,8 +111,8 @@ def collective(
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
     alike: the shapes that must be the same on all ranks. Ranks compare the number of elements in
-        them; for operations in `UNEQUAL`, whose sizes may differ, they compare only the rest.
-    shapes: the shapes of this rank's input tensors, which give `bytes`.
+        them, except for operations in `UNEQUAL`, whose sizes may differ.
+    shapes: the shapes of this rank's input tensors, which give the field `bytes` of the `Said`.
     dtype: of the tensors; None for a barrier, which has none.
     reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.
@@ -153,7 +153,8 @@ def message(
     number: the other rank's number in the group; None for a receive from any rank.
     tag: the message's tag.
     shape, dtype: of the tensor.
-    doing: the label of a pipeline's action that the message belongs to, such as "1F0", or "".
+    doing: the pipeline's action that the message belongs to, such as "1F0" for stage 1's forward of
+        micro-batch 0, or "".
     ValueError: `number` isn't a member's, or is this rank's own.
     """
     size = f"{shape.numel()} {_name(dtype)}"

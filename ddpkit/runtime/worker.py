@@ -164,7 +164,7 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this new process into a rank, and return its recorder.
+    """Turn this new process into a rank; return its `Recorder`, which keeps records of its calls.
 
     From now on it ends when its parent does, Ctrl-C is ignored, and output goes into a file. The
     environment is that of the assignment. SIGUSR1 writes the stacks of its threads into a file, for
@@ -202,7 +202,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        """Add to `error`, raised by a wait that timed out, a note on which ranks wait for which."""
+        """Add to `error`, raised by a wait for `record`'s call, which ranks wait for which."""
         seconds = waited_s(record, error)
         headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)
