@@ -6,6 +6,9 @@ rank further in each hop. It shows which blocks of the score matrix each rank co
 as `blocks_computed` noted them in a real run. A deal says which chunks of the sequence each rank
 has; deals have names, such as "in order" and "zigzag". The charts show bytes sent by number of
 key/value heads, and the load of experts.
+
+by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of keys,
+    whether it is on the diagonal)}.
 """
 
 import time
@@ -184,9 +187,6 @@ def describe(by_deal: Mapping[str, list[list[Seen]]], hop: int) -> str:
     """Return in words how many blocks each rank computes in a hop: "in order 2 2; zigzag 2 2".
 
     A block on the diagonal counts as a half.
-
-    by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, whether it is on the diagonal)}.
     """
     said = []
     for name, ranks in by_deal.items():
@@ -210,8 +210,6 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
     and the number of its hop, with a ½ if it is on the diagonal; those of this hop have a thick
     frame. Blocks of later hops are white, and those that no rank computes grey.
 
-    by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of
-        keys, whether it is on the diagonal)}.
     text: the picture's alt text.
     """
     ranks = len(next(iter(by_deal.values())))
@@ -237,8 +235,7 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
     """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
 
     Those of hop number `hop` have a thick frame, those of later hops are white.
-    seen_by: for each rank, its list of blocks (hop, chunk of queries, chunk of keys, whether it is
-        on the diagonal).
+    seen_by: for each rank, its list of blocks, as in `by_deal`.
     """
     found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
     # The blocks of this hop are drawn last, so that no other block covers their frames.

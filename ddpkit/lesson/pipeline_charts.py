@@ -4,6 +4,10 @@ A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", 
 "1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
 backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
 of its weights. The bubble is the share of the ranks' time in which they are idle.
+
+ticks: how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
+A schedule is refused, with a ValueError, if an action is malformed, is missing or occurs twice, or
+if the ranks would hang.
 """
 
 import itertools
@@ -32,11 +36,9 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     A box has the number of its micro-batch; strokes after it, such as 3′ or 3″, mark the second or
     third pipeline stage of the rank. Used in notebook 10.
 
-    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
     until: leave out the actions that begin at this tick or later, and draw a line there.
-    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
-        default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
+    ticks: how long a forward F, a backward B, its input part I and its weight part W take.
+    ValueError: the schedule is refused.
     """
     rows = _planned(schedule, ticks)
     whole = max(end for row in rows for _, end in row.values())
@@ -60,10 +62,8 @@ def draw_run(spans: Sequence[Timed]) -> Picture:
 def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
     """Return the idle share of all ranks' time in a simulated run: 0.25 is a quarter of it.
 
-    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
-    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
-        default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
+    ticks: how long a forward F, a backward B, its input part I and its weight part W take.
+    ValueError: the schedule is refused.
     """
     return _idle(_planned(schedule, ticks))
 
@@ -165,10 +165,8 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     It shows what each rank does, and how many micro-batches' activations it holds. Used in
     notebook 10.
 
-    schedule: for each rank, its actions in order. "1F0" is stage 1's forward of micro-batch 0.
-    ticks: the ticks of a forward F, a backward B, and its input part I and weight part W; by
-        default F=1, B=2, I=1, W=1.
-    ValueError: an action is malformed, is missing or occurs twice, or the ranks would hang.
+    ticks: how long a forward F, a backward B, its input part I and its weight part W take.
+    ValueError: the schedule is refused.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
@@ -205,9 +203,9 @@ def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
 def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
     """Count the micro-batches whose activations a rank holds in the tick that ends at `tick`.
 
-    One that is held in several of the rank's stages counts in each.
     A micro-batch is held in a stage from the start of its forward, such as "1F0", to the end of its
-    backward "1B0", or, if that is split in two, of the part for the weights, "1W0".
+    backward "1B0", or, if that is split in two, of the part for the weights, "1W0". One that is
+    held in several of the rank's stages counts in each.
 
     actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """

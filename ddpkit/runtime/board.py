@@ -7,6 +7,7 @@ blocked in C++, and other ranks can see whether they are about to make the same 
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
     make on a channel belong together.
 fingerprint: what must be the same in calls that belong together: operation, size, dtype, ...
+index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
 word: 8 bytes. A page begins with counters; then come two notes (pickles, the second one says which
     groups the rank has destroyed), and 256 (SLOTS) slots, one for each of its last calls.
@@ -215,8 +216,7 @@ class Board:
         calls has grown, and `records` reads again only once its count of events, which are writes,
         has grown: so both counts are written last.
 
-        index: that of the call among all calls of `rank`, from 0. The call with an index that is
-            greater by 256 (SLOTS) overwrites it.
+        The call with an index that is greater by 256 (SLOTS) overwrites it.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -239,8 +239,6 @@ class Board:
         """Write the times and flags of a call again: all that changes until the call has completed.
 
         It costs less than `put`, which also pickles the values that the call has moved.
-
-        index: that of the call among all calls of `rank`, from 0.
         """
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -261,7 +259,7 @@ class Board:
     def set_waiting(self, rank: int, index: int | None, caller: int = 0):
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
-        index: that of the call among all calls of `rank`, from 0; None removes the mark.
+        index: that of the call; None removes the mark.
         caller: the thread's number among those of `rank` that make calls, from 0 to 7 (CALLERS is
             8): each has a mark of its own.
         """
@@ -272,7 +270,6 @@ class Board:
 
         A rank that asks again and again may be waiting for the call.
 
-        index: that of the call among all calls of `rank`, from 0.
         now: the time of asking, by `time.perf_counter()`.
         """
         self._words[rank * _PAGE + _POLLED] = index + 1
@@ -391,8 +388,8 @@ class Board:
     def record(self, rank: int, index: int) -> Record | None:
         """Return the record of one call of `rank`; None if it was overwritten or is being written.
 
-        index: that of the call among all calls of `rank`, from 0. The last 256 (SLOTS) are kept.
-        The fields `waits`, `number` and `stream` aren't on the board and have their defaults.
+        The last 256 (SLOTS) are kept. The fields `waits`, `number` and `stream` aren't on the board
+        and have their defaults.
         """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None

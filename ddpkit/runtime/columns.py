@@ -2,6 +2,8 @@
 
 A call is a collective call, a send or a receive. A look holds each rank's last calls, as read from
 the board, the file that all ranks share. Tables and lists become part of the report of a hang.
+
+texts: {rank: {number of a call, from 1: its text}}; the board forgets a rank's oldest calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,8 +108,8 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
     """Yield a line for all ranks with the same last calls: 'rank 2: 7 barrier(), 8 barrier()'.
 
-    texts: {rank: {number of a call, from 1: its text}}; of each rank the last 5 (`LAST_CALLS`) are
-        shown. world_size: the number of all ranks, so that a line can begin 'all but rank 3'.
+    Of each rank the last 5 (`LAST_CALLS`) are shown.
+    world_size: the number of all ranks, so that a line can begin 'all but rank 3'.
     """
     ranks_by_calls: dict[str, list[int]] = {}
     for rank, column in texts.items():
@@ -118,27 +120,19 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first number for which every rank's call is still in `texts`.
-
-    texts: {rank: {number of a call, from 1: its text}}. The board forgets the oldest calls of a
-        rank.
-    """
+    """Return the first number for which every rank's call is still in `texts`."""
     return max(min(column, default=1) for column in texts.values())
 
 
 def _newest(texts: Columns) -> int:
-    """Return the number of the latest call that any rank has made, or 0 if there are no calls.
-
-    texts: {rank: {number of a call, from 1: its text}}.
-    """
+    """Return the number of the latest call that any rank has made, or 0 if there are no calls."""
     return max((number for column in texts.values() for number in column), default=0)
 
 
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
     """Return the number of the first call whose text differs between ranks, or None if none does.
 
-    texts: {rank: {number of a call, from 1: its text}}. Numbers that some rank no longer has are
-        skipped.
+    Numbers that some rank no longer has are skipped.
     stuck: True if a rank that lacks a call differs from those that made it; False if it may be
         late.
     """
@@ -155,7 +149,6 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
     what: the noun for the title, such as 'calls in the world'.
-    texts: {rank: {number of a call, from 1: its text}}.
     differs: the number of the call to mark with ≠, or None. The table has 5 rows (`LAST_CALLS`),
         those of the last calls; if the marked one isn't among them, it ends with the call after it.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.

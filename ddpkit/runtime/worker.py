@@ -1,6 +1,9 @@
 """Run a rank: start it safely, join the world, work, send the result, and wait to be ended.
 
-This is the code that runs in the process of a rank; `processes.py` starts it.
+This is the code that runs in the process of a rank; `processes.py` starts it with three arguments.
+assignment: the rank's orders.
+pipe: the rank's end of the pipe for messages to and from the parent.
+lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
 """
 
 import ast
@@ -82,9 +85,6 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     The reply is ("failed", `Failure`), which describes an exception, or ("done", names), those of
     three slow modules (`SLOW_IMPORTS`) that the function imported, which the parent may then
     preload. It blocks because closing a connection early would fail ranks that still talk to it.
-    assignment: the rank's orders.
-    pipe: the rank's end of the pipe for messages to and from the parent.
-    lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
@@ -112,9 +112,6 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     and the reply is ("done", (repr of the cell's last expression or None, records of its calls or
     [])). Where something raises, the reply is ("failed", a `Failure` that describes the exception),
     and the rank goes on with the next cell.
-    assignment: the rank's orders.
-    pipe: the rank's end of the pipe for messages to and from the parent.
-    lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
