@@ -207,24 +207,24 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Return the indices of the numbers that a call moves, within the memory of its tensor.
+    """Return the indices of the numbers that a call moves, within the storage of its tensor.
 
-    record: the record of a send, say, whose `memory` isn't None: it was made with keep_values.
+    record: the record of a call from a launch with keep_values=True, so that it has its `memory`.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
-    """Return the indices that `place` returns, as a slice."""
+    """Return the indices of the numbers that a call moves in its tensor's storage, as a slice."""
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """Return a frame for each event of a run: a picture of every rank's numbers just after it.
 
-    The last frame's `holdings` also have each rank's buffers and the owners of the numbers in them.
+    The last frame also gets `holdings`: each rank's buffers, and the owners of the numbers in them.
 
-    events: what `replay` returned, all of it or some, in its order.
+    events: what `replay.replay` made of a run, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
@@ -270,7 +270,8 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
     frames: what `film` returned for events that are sends and receives only, where every message
         was received.
-    run: the `Run` that the frames show, for what the ranks returned, or a failed launch's error.
+    run: what `launch` returned, since the last frame shows what the ranks' functions returned; or
+        the LaunchError of a failed launch, whose ranks returned nothing.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -299,7 +300,8 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
-    A buffer is named as in `Frame.memory`. If a rank's function returned as many numbers as the
+    A buffer is a number or a call's name, as in `Frame.memory`. If a rank's function returned as
+    many numbers as the
     buffer that the rank used first has, they replace those in the buffer: no message shows, for
     example, the last sum of a reduce-scatter. `last.holdings` is changed in place.
 

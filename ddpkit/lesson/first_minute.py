@@ -20,7 +20,7 @@ SAID = "font-size: 13px; line-height: 1.4; white-space: pre-wrap; margin: 6px 0"
 def introduce_and_add() -> list[float]:
     """Print this rank's process id; return four numbers, each the sum of 10^rank over all ranks.
 
-    To be called on every rank of a launch. `ring_all_reduce` adds up a tensor of four.
+    To be called on every rank of a launch. It is a ring all-reduce of a tensor of four numbers.
     """
     print(f"here I am, pid {os.getpid()}")
     x = torch.full((4,), 10.0 ** dist.get_rank())
@@ -61,7 +61,7 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 
 
 class FourRanks(Live):
-    """A widget that launches four ranks, which add up round a ring, and shows their messages.
+    """A widget that launches a ring all-reduce on four ranks, and shows their messages.
 
     Creating one launches the ranks, and waits until they have finished. Below the animation of
     their messages are two buttons, each of which launches a function in which a rank fails.

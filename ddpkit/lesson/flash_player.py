@@ -115,8 +115,8 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 def describe(tile: Tile) -> str:
     """Return in words which queries and keys a tile covers, and the state of its rows after it.
 
-    The state is the maximum m, the sum ℓ and its correction, and in the last tile also the
-    log-sum-exp.
+    The state of a row is its maximum m, the sum ℓ of eˣ⁻ᵐ and its correction, and in the row's last
+    tile also the log-sum-exp.
     """
     said = []
     for at, row in enumerate(tile.rows):

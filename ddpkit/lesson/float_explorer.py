@@ -37,7 +37,7 @@ class FloatExplorer(Live):
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
         """Set the present number from typed text or, if `pattern` is given, from its bits.
 
-        value: the typed text; it isn't used if there is a pattern. format: a key of `BY_NAME`.
+        value: the typed text; it isn't used if there is a pattern. format: such as "bf16".
         pattern: the bits of the number in that format, as an integer, or None.
         ValueError: the text is no number.
         """

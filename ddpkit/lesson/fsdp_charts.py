@@ -161,7 +161,7 @@ def worth(
 
 
 def _fills() -> dict[str, str]:
-    """Return {kind of parallelism: colour} for the keys of `MARKERS`."""
+    """Return {kind of parallelism, a key of `MARKERS`: the colour of its marks in `worth`}."""
     return {name: colour(number) for number, name in enumerate(MARKERS)}
 
 

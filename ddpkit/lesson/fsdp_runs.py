@@ -88,11 +88,12 @@ class InPlace:
 def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | None = None) -> None:
     """Run forward and backward of `number` micro-batches, then call `model.synchronize()`.
 
-    Each micro-batch is `x`, and the loss is the sum of the output. `synchronize` is skipped if the
-    model has no such method. Gradients add up in the parameters' `.grad`; nothing is returned.
+    Each micro-batch is `x`, and the loss is the sum of the output. `synchronize` waits until all
+    gradients are there; it is skipped if the model has no such method. Gradients add up in the
+    parameters' `.grad`; nothing is returned.
 
-    quiet: keyword arguments of `model.no_sync`. All micro-batches but the last run inside that, so
-        they don't send. None or {}: `no_sync` isn't used.
+    quiet: keyword arguments of `no_sync`. All micro-batches but the last run inside `with
+        model.no_sync(**quiet)`, so they don't send. None or {}: `no_sync` isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -111,7 +112,8 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
     pass isn't measured, because in it ranks also compare the order of their calls. To be called on
     all ranks.
 
-    x: the model's input, as for `micro_batches`. options: `number` and `quiet` of that function.
+    x: the model's input. options: `number` and `quiet`, as for `micro_batches`: how many
+        micro-batches each pass has, and the arguments of `no_sync` for all but the last.
     """
     micro_batches(model, x, **options)  # here ranks also compare the order of their calls
     model.zero_grad()
@@ -127,7 +129,7 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
     by its bytes, so no two units may have the same size.
 
-    KeyError: a call has the bytes of no unit; one for the model's own parameters, for example.
+    KeyError: a call has the bytes of no unit, such as one for parameters outside of `model.blocks`.
     """
     names = {}
     for unit in model.units[1:]:

@@ -237,9 +237,9 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    There is a bar for each way to keep activations for backward, which are those of
-    `training_bytes`; the caption says which ways fit on a GPU with 80 GB. `memory_calculator` calls
-    this with its sliders.
+    There is a bar for each way to keep activations for backward: all, selective checkpoints, or a
+    checkpoint for every block. The caption says which ways fit on a GPU with 80 GB.
+    `memory_calculator` calls this with its sliders.
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.
@@ -281,19 +281,19 @@ def training_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
 
-    The ways: all activations are kept for backward; selective checkpoints keep the results of
-    linear layers and compute the rest again; or every block is a checkpoint, of which only the
-    input is kept. The kinds are parameters, gradients, optimizer and activations.
+    The ways: "everything kept", all activations for backward; "selective", checkpoints that keep
+    the results of linear layers and compute the rest again; "every block", a checkpoint of which
+    only the input is kept. The kinds are parameters, gradients, optimizer and activations.
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
-    precision: "fp32", "mixed", "mixed, fp32 gradients" or "bf16". attention: "materialised" or
-        "flash".
+    precision: "fp32"; "mixed", with parameters and gradients of 16 bits and an fp32 copy in the
+        optimizer; "mixed, fp32 gradients"; or "bf16". attention: "materialised" or "flash".
     dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
-    All gradients are counted, as if from the second micro-batch on. Short-lived tensors are left
-    out.
+    All gradients are counted, as there are from the second micro-batch on. Short-lived tensors are
+    left out.
     """
     itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()

@@ -26,8 +26,9 @@ AS_WRITTEN = {"send": "isend"}  # as the user writes it: a send that blocks isn'
 class CheckedGroup(WireGroup):
     """A process group whose handles check that CPU tensors weren't changed while being sent.
 
-    Otherwise it is a `WireGroup`, which records every call and passes it to the real group. Calls
-    that block, and tensors on a GPU, aren't checked.
+    Where one was changed, its handle's wait() raises ValueError, and so do its other methods that
+    find the call complete. Otherwise it is a `WireGroup`, which records every call and passes it to
+    the real group. Calls that block, and tensors on a GPU, aren't checked.
     """
 
     def _collective(self, op, method, args, sent, arriving):

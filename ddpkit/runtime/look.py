@@ -257,11 +257,13 @@ class Look:
         """Return the ranks that can never go on: they wait for gone ranks or for each other.
 
         The list is sorted.
-        states: the states that count as waiting in a call; by default, ranks that poll are free.
-        A rank is free, which means that it may still come to any call, if it starts, computes or
-        polls, if only its GPU's stream waits, if one of its threads is in no call, or if all ranks
-        for which it waits are free. Ranks that wait and aren't free are returned, and those whose
-        GPU waits for ranks that aren't free. A rank never comes to the calls of a group that it has
+        states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
+            "polling"; by default, ranks that poll are free.
+        A rank is free, which means that it may still come to any call, if it starts, computes or,
+        by default, polls; if only its GPU's stream waits, while its program goes on; if one of its
+        threads is in no call; or if all ranks for which it waits are free. Ranks that wait and
+        aren't free are returned. So are those whose GPU waits for ranks that aren't free, though
+        others needn't give them up. A rank never comes to the calls of a group that it has
         destroyed. A call to which all ranks have come counts as one that will end.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]

@@ -250,8 +250,8 @@ class Watch:
         """Return an upper bound, in seconds, on how long the emulated link may delay open calls.
 
         An emulated link delays calls as a slow network would. The bound is the sum of the whole
-        delays of every rank's open calls; 0 without a link. Only when nothing has moved for longer
-        does that count as a hang.
+        delays of every rank's open calls; 0 without a link. It is added to `hang_after`, the
+        seconds without progress that count as a hang.
         """
         link = self.ranks[0].assignment.link
         if link is None:

@@ -509,10 +509,12 @@ def _through_link(recorder: Recorder, record: Record, wait: Callable):
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
-    """Wait for a collective on an emulated link, note its end, and complete its future `delivered`.
+    """Wait for a collective and the delay of an emulated link; then complete the future
+    `delivered`.
 
-    It runs in the group's own thread, one call after the other. An error is passed to the future.
-    inner: the real group's handle.
+    It runs in the group's own thread, one call after the other. The record notes the end of the
+    call, unless there is an error, which is passed to the future.
+    recorder, record: the rank's recorder, and the call's record. inner: the real group's handle.
     arriving: the tensors that the call fills, the future's value.
     """
     try:
