@@ -357,8 +357,8 @@ class Look:
         """Return groups that ranks made under one number, though their members differ.
 
         Each rank counts the groups that it makes, and members of a group find each other's
-        addresses under its number. So a rank may connect with a member of another group, or with
-        nobody. Return {members, as ranks of the world: the ranks that made the group so}, of the
+        addresses under its number. So a rank may connect with a member of another group, or not at
+        all. Return {members, as ranks of the world: the ranks that made a group of these}, of the
         first such number, or {}.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}

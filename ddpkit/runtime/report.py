@@ -176,7 +176,7 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
     The headline names the ranks that wait in a call, and the late ones, for which they wait and
-    which are in no call. The advice asks why the first late one takes so long at its line.
+    which are in no call. The advice asks what holds up the first late one at its line.
 
     look: what each rank is doing now. seconds: how long nothing has moved.
     """
