@@ -209,9 +209,9 @@ def _held(actions: Sequence[str], when: Spans, tick: int) -> int:
 
     actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """
-    begun = [schedules.parse(action)[1] for action in actions if when[action][0] < tick]
-    over = [schedules.parse(action)[1] for action in actions if when[action][1] < tick]
-    return begun.count("F") - over.count("B") - over.count("W")
+    begun = sum(_holds(action) > 0 for action in actions if when[action][0] < tick)
+    over = sum(_holds(action) < 0 for action in actions if when[action][1] < tick)
+    return begun - over
 
 
 def _holds(action: str) -> int:
