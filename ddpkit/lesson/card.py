@@ -39,7 +39,7 @@ def frame(look: bool | str | None, inside: str) -> str:
 def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] = NONE) -> str:
     """Return the HTML of a card with a sign, a title in bold and paragraphs below it.
 
-    passed: True for a ✓, False for a ✗, None for neither.
+    passed: True for a ✓, False for a ✗, None for a ·.
     title, said: the title and the paragraphs as plain text, in which `code` stands in backticks. A
         paragraph of several lines is shown verbatim in a code font; empty ones are left out.
     folds: {text to click on: text that then unfolds}, shown at the foot of the card.

@@ -1,4 +1,4 @@
-"""Draw charts of measurements, and of a model's predictions beside them.
+"""Draw charts of measurements, and beside them of the times that a cost model predicts.
 
 Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
 shows, which serves as its alt text. The alt text states no measured number: those differ between
@@ -120,8 +120,8 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Return {name: colour} for all names, in their order.
 
     A name in `COLOURS` has its colour from there, so that it looks the same in all charts. The
-    other names get in turn those of `page.RANK_COLOURS` that are left, from the first again if
-    there are more names than colours.
+    other names get in turn those of `page.RANK_COLOURS` that none of these has, from the first
+    again if there are more names than colours.
     """
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
@@ -353,7 +353,7 @@ def _say(grad: Sequence[float] | str | None) -> str:
 
 
 def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
-    """Draw a box from `x` to `x + width`, 0.7 high round row `y`, with its text in the middle."""
+    """Draw a box from `x` to `x + width`, centred on `y`, with its text; in units of the axes."""
     axes.barh(y, width, 0.7, x, color=fill, ec="black")
     page.write_on(axes, x + width / 2, y, text, fill)
 
@@ -476,7 +476,7 @@ def zero_grid(world_size: int) -> Picture:
 
 
 def trips(counts: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw for several ways to compute the same how many numbers each reads and writes, as bars.
+    """Draw, as bars, how many numbers each of several ways to compute a softmax reads and writes.
 
     A bar stacks the two, and their sum is written at its end. Used in notebook 08.
 

@@ -19,9 +19,10 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
     It can if 3 to 8 ranks send messages hop by hop, where a hop is the set of messages that travel
-    at the same time. In each hop every rank must send one message, from the first of its buffers,
-    to its right neighbour, which is rank + 1 or, for the last rank, 0. At the end no rank's first
-    buffer may hold more elements than there are ranks.
+    at the same time. In each hop every rank must send one message, from its first buffer (the
+    storage of a tensor that its records show first), to its right neighbour, which is rank + 1 or,
+    for the last rank, 0. At the end no rank's first buffer may hold more elements than there are
+    ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of frames gives False.
@@ -53,6 +54,8 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
     """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
+    The first buffer is the storage of a tensor that the rank's records show first.
+
     The owner of an element is the rank that the number came from, a frozenset of ranks if it is the
     sum of their numbers, or None if that isn't known.
     """
@@ -73,8 +76,8 @@ def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[floa
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
-    frame: one that `film.hop_by_hop` returns, for a hop or for the end; the text of its event is
-        the picture's alt text.
+    frame: one that `film.hop_by_hop` returns, for a hop (messages that travel at the same time) or
+        for the end; the text of its event is the picture's alt text.
     title: the line above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)

@@ -52,8 +52,8 @@ def blocks_computed(
 
     deal: for each rank, the indices of the two chunks of the sequence that it has.
     causal: leave out blocks whose keys all come after the queries.
-    seconds: the time that each block sleeps, to stand in for computing. A block on the diagonal, of
-        which the mask hides half, sleeps half as long. With 0 the share is 0.
+    seconds: how long the rank sleeps for each block, to stand in for computing; half as long for
+        one on the diagonal, of which the mask hides half. With 0 the share is 0.
     """
     rank = dist.get_rank()
     seen, forward = [], blocks.flash_forward

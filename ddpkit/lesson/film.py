@@ -4,8 +4,8 @@ The animation is called a film, and is a list of frames, which `player` and `cir
 is a message sent, a message received, or a collective call. The owner of a number is the rank that
 it came from. Owners follow from the records of the ranks' calls: before its first receive a rank's
 numbers are its own, and a message brings its owners along to the elements where it arrives. A
-number that changes in place after the first receive belongs to all ranks whose numbers it is found
-to be the sum of; otherwise its owner is unknown.
+number that changes in place after the first receive is compared with sums of ranks' numbers: it
+belongs to all ranks in a sum that it equals; otherwise its owner is unknown.
 """
 
 import copy
@@ -59,7 +59,7 @@ class Frame:
         that the run's records give it or, for the result of a collective call, the call's name.
     flying: (sender, receiver) of each message in flight other than the event's own.
     status: {rank: what is wrong with it, in words}, as known at that point.
-    wrong: the events up to this one that went wrong.
+    wrong: the events up to this one that went wrong: "differ", "stuck", "lost" or "failed".
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves.
     owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
@@ -88,7 +88,7 @@ class Holdings:
     buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
     heard: whether the rank has received anything yet; until then all its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
-        of the rank was last seen to change, which may be added to a number next.
+        of the rank was last seen to change; the next change may be the addition of such a message.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -152,7 +152,8 @@ class Holdings:
     def take(self, record: Record, owners: list) -> None:
         """Put a message that arrived into its buffer, with the owners that it brings.
 
-        record: the record of the receive call. If its `memory` is None, only `heard` is set.
+        record: the record of the receive call. If its `memory` is None, since values weren't kept
+            or there were too many, only `heard` is set.
         owners: the owner of each number of the message; if the list is shorter than the message,
             the remaining owners are unknown.
         """
@@ -170,8 +171,9 @@ class Holdings:
     def owners_of(self, record: Record) -> list:
         """Return the owner of each number in a message that this rank sends, in order.
 
-        record: the record of the send call. If its `memory` is None, the owner of every number is
-            this rank until it has received anything, and None (unknown) from then on.
+        record: the record of the send call. If its `memory` is None (values weren't kept, or there
+            were too many), the owner of every number is this rank until it has received anything,
+            and None (unknown) from then on.
         """
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
@@ -209,20 +211,21 @@ def _changed(now, then) -> bool:
 def place(record: Record) -> range:
     """Return the indices of the numbers that a call moves, within the storage of its tensor.
 
-    record: the record of a call from a launch with keep_values=True, so that it has its `memory`.
+    record: a call's record, from a launch with keep_values=True: only then it has the field
+        `memory`, which says where in the storage the tensor lies.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
-    """Return the indices of the numbers that a call moves in its tensor's storage, as a slice."""
+    """Return what `place` returns, as a slice, which indexes a list of the storage's numbers."""
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """Return a frame for each event of a run: a picture of every rank's numbers just after it.
 
-    The last frame also gets `holdings`: each rank's buffers, and the owners of the numbers in them.
+    The last frame also gets `holdings`: for each rank, its `Holdings` at the end.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order.

@@ -94,7 +94,7 @@ class FloatExplorer(Live):
 
         _: ipywidgets' report of the change, which isn't used.
         pattern: all bits as an integer, if one of them was flipped; None: read the number and the
-            format from the widgets.
+            format from the widgets. If the text is no number, a message says so.
 
         While `_follow` writes into the widgets this does nothing, since they report those changes
         as well.

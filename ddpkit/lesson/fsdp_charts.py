@@ -14,9 +14,9 @@ from .widgets import Calculator, Slider
 def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
-    Each parameter is cut by itself: every rank keeps the same number of its rows, rounded up, and
-    where rows run out, dashed boxes are padding. The alt text says how many rows of each parameter
-    each rank has. Used in notebook 12.
+    Each parameter is split separately: every rank keeps ⌈rows / world_size⌉ rows of it, and where
+    rows run out, dashed boxes are padding. The alt text says how many rows of each parameter each
+    rank has. Used in notebook 12.
 
     lengths: {name of the parameter: number of its rows, which is the length of its first axis}.
     world_size: the number of ranks.
@@ -168,10 +168,11 @@ def _fills() -> dict[str, str]:
 def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
     """Draw the marks of one network into row `place` of a chart, one for each kind of parallelism.
 
-    Each kind has a height of its own within the row, so that ZeRO-1 isn't hidden by data parallel,
-    which has the same ratio.
+    Each kind has a y of its own in the row, so that ZeRO-1 isn't hidden by data parallel, which has
+    the same ratio.
 
-    ratios: {kind of parallelism: seconds of sending for a second of computing}.
+    place: the y of the row's middle. ratios: {kind of parallelism: seconds of sending for a second
+        of computing}.
     """
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):

@@ -282,8 +282,9 @@ def training_bytes(
     """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
 
     The ways: "everything kept", all activations for backward; "selective", checkpoints that keep
-    the results of linear layers and compute the rest again; "every block", a checkpoint of which
-    only the input is kept. The kinds are parameters, gradients, optimizer and activations.
+    the results of linear layers and compute the rest again; "every block", which keeps the input of
+    each block and computes the rest again. The kinds are parameters, gradients, optimizer and
+    activations.
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
@@ -292,8 +293,8 @@ def training_bytes(
     dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
-    All gradients are counted, as there are from the second micro-batch on. Short-lived tensors are
-    left out.
+    The gradients of all parameters are counted, since from the second micro-batch on all are there.
+    Short-lived tensors are left out.
     """
     itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()

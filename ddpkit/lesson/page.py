@@ -64,7 +64,7 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Return "black" or "white", whichever is easier to read on `fill`, such as `page.BLUE`."""
+    """Return "black" or "white", whichever is easier to read on `fill`, such as "#0072B2"."""
     return "white" if fill in (BLUE, BLACK, WINE, WRONG) else "black"
 
 
@@ -373,8 +373,8 @@ class Canvas:
         """Draw numbers side by side, each in a box of its owner's colour.
 
         x, y: the upper left corner of the first box, in pixels. width: of a box, in pixels.
-        values: the numbers. A None among them is drawn as an empty, dashed box, and so is an empty
-            list.
+        values: the numbers. A None among them is drawn as an empty, dashed box; for an empty list,
+            one such box is drawn.
         owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum
             over them, which is drawn with a stripe for each; None, drawn in grey, if unknown.
         per_line: the number of boxes in a line; by default all.

@@ -1,4 +1,4 @@
-"""The map of the parallelisms, a table of what each cuts, what it sends and where its ranks are.
+"""The map of the parallelisms: what each cuts, what it sends, whether its ranks share a machine.
 
 Notebook 00 shows the whole table; each later notebook shows it with its own row highlighted.
 """
@@ -21,7 +21,8 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 class Map:
     """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    lit: the row to highlight, a key of MAP such as "batch" or "layers"; None: no row.
+    lit: the row to highlight, by what its parallelism cuts, such as "batch" or "layers"; None: no
+        row.
     """
 
     def __init__(self, lit: str | None):

@@ -33,7 +33,7 @@ KINDS = {  # {kind of action: (name, opacity of the rank's colour, hatch)}
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
     """Draw a simulated run of a pipeline schedule: a row for each rank, a box for each action.
 
-    A box has the number of its micro-batch; strokes after it, such as 3′ or 3″, mark the second or
+    A box has the number of its micro-batch; primes after it, as in 3′ or 3″, mark the second or
     third pipeline stage of the rank. Used in notebook 10.
 
     until: leave out the actions that begin at this tick or later, and draw a line there.
@@ -111,7 +111,8 @@ def _idle(rows: Sequence[Spans]) -> float:
 def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = None) -> Picture:
     """Draw a row of boxes for each rank, a box for each of its actions.
 
-    rows: for each rank, {action: (begin, end)}. unit: the name of the x axis. said: the alt text.
+    rows: for each rank, {action: (begin, end)}. unit: the x axis's label, such as "time (ms)".
+    said: the alt text.
     until: leave out actions that begin at this time or later, and draw a line there.
     """
     whole = max(end for row in rows for _, end in row.values())
@@ -172,7 +173,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action or "-", how many micro-batches it holds) at `tick`."""
+        """Return, for each rank, (its action or "-", `_held`) in the tick that ends at `tick`."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]

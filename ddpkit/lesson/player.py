@@ -207,7 +207,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """Return {buffer of `rank`: the most numbers that it ever holds}, in order of appearance."""
+    """Return {key of a buffer of `rank`: the most numbers that it ever holds}, first seen first."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
@@ -309,8 +309,8 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     """Draw the arrow of a message that a rank waits for in vain, with a sign halfway.
 
-    The sign is ✗ if the message was lost, and a question mark if it was never sent or isn't of the
-    size that the receiver expects.
+    The sign is ✗ if the message was sent and never received, and a question mark if it was never
+    sent or isn't of the size that the receiver expects.
 
     event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """

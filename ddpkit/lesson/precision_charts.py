@@ -1,4 +1,4 @@
-"""Charts of notebook 05: training curves, a loss scale over time, gradients among fp16's numbers.
+"""Charts of notebook 05: training curves, a loss scale over time, gradients in fp16's range.
 
 A chart's text names what is drawn and states no measured number, since the text is stored in the
 notebook and compared by tests.

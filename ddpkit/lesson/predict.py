@@ -115,9 +115,10 @@ class Prediction(Live):
 
 
 class Answer(str):
-    """A string that a notebook displays as a card.
+    """A string that a notebook displays as a card, a framed block of HTML.
 
-    text: the string, shown where there is no browser. page: the card's HTML.
+    Answer(text, page) makes one. text: the string, shown where there is no browser. page: the HTML,
+    which is an attribute as well.
     """
 
     def __new__(cls, text: str, page: str):

@@ -27,7 +27,7 @@ class Event:
         the last message.
     text: what happens, in words.
     records: {rank: its record of the call}; for a receive the records of both ends, if both are
-        known.
+        known; for a "hop", of the sends; {} for "failed" and "end".
     rank, peer: the sender and the receiver, for an event of one message. "failed" has the `rank`
         that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
@@ -85,8 +85,8 @@ def replay(run) -> list[Event]:
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
     """Return what one rank did, in order, as [(SEND, RECEIVE, ENTER or LEAVE, record)].
 
-    A message is received at the moment of its arrival. A rank enters a collective by the call. It
-    leaves it where it calls wait() or, if it never does, when the collective is complete.
+    A message is received at the moment of its arrival. A rank enters a collective when it makes the
+    call, and leaves when it calls wait() or, if it never does, when the collective is complete.
 
     records: the records of that rank's calls. A call that never ended has no RECEIVE or LEAVE.
     """
@@ -157,7 +157,7 @@ def _complete(records: dict[int, Record]) -> bool:
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Return whether all these calls have the same operation, size, dtype and other arguments."""
+    """Return whether the calls, {rank: record}, have the same operation, size, dtype and so on."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 
@@ -315,8 +315,8 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
 
     Return None if its message was still on the way when the launch failed.
     rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
-    ever: "for ever" if the ranks hung, "in vain" otherwise; the text says so of the rank's wait.
-    failed: whether the launch raised an error; if not, the rank just never waited.
+    ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
+    failed: whether the launch raised an error; if not, the rank never called wait() on its irecv.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -342,7 +342,7 @@ def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
     """Return the event of a message that was sent and never received.
 
     rank, record: the sender, and its record of the call.
-    ever: "for ever" if the ranks hung, "in vain" otherwise; the text says so of the sender's wait.
+    ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
     stuck: whether the sender is still waiting in this call; otherwise only the message is lost.
     """
     message, peer = _message(record, record.values), record.peer

@@ -26,7 +26,8 @@ class Moment:
 
     row: all numbers of the row. read: how many of them have been read.
     m: the maximum of the numbers x that have been read. ell: the sum of eˣ⁻ᵐ over them.
-    m_before, ell_before: the maximum and the sum before the last of them was read.
+    m_before, ell_before: the maximum and the sum before the last of them was read. Of no numbers
+        they are -inf and 0.
     """
 
     row: tuple[float, ...]

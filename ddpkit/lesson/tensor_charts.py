@@ -125,7 +125,8 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 def tensor_calculator() -> Calculator:
     """Return a widget that compares what a layer sends under tensor and under data parallelism.
 
-    It has sliders for ranks, width and tokens, and shows what `layer_times` returns: seconds.
+    It has sliders for ranks, width and tokens, and shows the seconds of sending and computing that
+    `layer_times` predicts.
     """
     powers = [2**power for power in range(10, 23)]
     return Calculator(

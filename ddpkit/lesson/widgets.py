@@ -113,8 +113,8 @@ MOVING = """<style>
 def inline(picture: Picture) -> str:
     """Return a picture as HTML: an <svg> element that states its size, so that the page can't jump.
 
-    Shapes that a `page.Canvas` drew with a `gid` from `page.moving`, which says from where to
-    where, move when the picture appears.
+    A shape moves when the picture appears if a `page.Canvas` drew it with an id (`gid`) that
+    `page.moving` made, in which is where it starts and ends.
     """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"

@@ -57,7 +57,7 @@ def start_on(
 
     start: a function that takes a `Choice` and starts the ranks accordingly.
     backend: "auto", "nccl" or "gloo".
-    link: an emulated link between the ranks, or None for the real one.
+    link: an emulated link (a slower network) between the ranks, which needs Gloo; or None.
     NoGpu: a rank can't use its GPU, and `backend` is "nccl"; use "auto".
     """
     try:
@@ -103,7 +103,7 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
 def choose_gloo(reason: str) -> Choice:
     """Return the `Choice` of Gloo, for ranks that run on the CPU and see no GPU.
 
-    reason: why it was chosen, such as "as asked"; it ends the line for the user.
+    reason: why it was chosen, such as "as asked"; it ends the choice's `line`.
     """
     return Choice("gloo", 0, f"gloo on CPU: {reason}", ON_CPU)
 

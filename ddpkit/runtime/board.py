@@ -9,8 +9,9 @@ channel: a group, or the messages with one tag from one member to another. The n
 fingerprint: what must be the same in calls that belong together: operation, size, dtype, ...
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
-word: 8 bytes. A page begins with counters; then come two notes (pickles, the second one says which
-    groups the rank has destroyed), and 256 (SLOTS) slots, one for each of its last calls.
+word: 8 bytes. A page begins with counters. Then come two notes, which are pickles (the user's line
+    that the rank has reached; the groups that it has destroyed), and 256 (SLOTS) slots, one for
+    each of its last calls.
 """
 
 import mmap
@@ -55,7 +56,7 @@ class Said:
     channel: str  # its name
     fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
-    # Handed in by this rank; those that it receives, for recv and receivers of broadcast, scatter.
+    # The size of what this rank hands in or, by recv or as a receiver of broadcast, scatter, gets.
     bytes: int
     peer: int | None  # global rank: dst of send, reduce, gather; src of recv, broadcast, scatter
     shape: tuple[int, ...]
@@ -109,11 +110,11 @@ class Record:
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was deleted before a wait()
     batched: bool = False  # on a GPU, in one batch with the message before
-    reached: bool = False  # on a GPU: 0.3 s after `issued`, the stream has come to this call
+    reached: bool = False  # on a GPU, 0.3 s after `issued` or later: its stream is at it
     # With `launch(..., keep_values=True)`, and not of more than 64 elements:
     values: list | None = None  # the numbers that the rank handed in
     result: list | None = None  # the numbers that arrived
-    # (number of the tensor's buffer among those of the rank, the tensor's offset, all its numbers)
+    # (number of the tensor's buffer, the tensor's offset in it in elements, the buffer's elements)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -138,7 +139,8 @@ class Record:
     def on_stream(self) -> bool:
         """Return whether the call is on a GPU's stream and may still be waiting or running there.
 
-        Such a call gets its times only once it has finished; on the CPU `started` is set at once.
+        Its `started` and `done` are None until it has finished; on the CPU `started` is set at
+        once.
         """
         return self.done is None and self.started is None
 
@@ -146,14 +148,15 @@ class Record:
     def begun(self) -> float:
         """Return the time, in seconds, from which on the call was under way, as far as is known.
 
-        On a GPU this is `started`, when its stream came to the call, later than it was issued. On
-        the CPU, also where an emulated link delays it, and until `started` is known: `issued`.
+        On a GPU this is `started`, when its stream came to the call, or `issued` as long as that
+        isn't known. On the CPU it is `issued`, even if an emulated link delays the transfer.
         """
         return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:
-        """Return the size of the call in bytes, from which an emulated link computes its seconds.
+        """Return the size of the call in bytes, by which an emulated link computes how long it
+        takes.
 
         For an all_gather or gather, to which each rank brings a part of `bytes` bytes, this is the
         size of all parts together. For other operations it is `bytes`, what this rank handed in.
@@ -278,9 +281,9 @@ class Board:
     def set_state(self, rank: int, state: int):
         """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES.
 
-        STARTING: it hasn't joined the others yet. RUNNING: it runs the user's code, until it fails
-        or is RETURNED. IDLE: it has run a notebook's cell, and waits for the next one. DISAGREES:
-        it has found that another rank makes a different call.
+        STARTING: it hasn't joined the others yet. RUNNING: it runs the user's code, or has failed.
+        RETURNED: the user's function has returned. IDLE: it has run a notebook's cell, and waits
+        for the next one. DISAGREES: it has found that another rank makes a different call.
         """
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -445,7 +448,8 @@ class Board:
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Write the page of a rank on another machine, a copy of what it wrote on its board there.
+        """Write into this board the page of a rank of another machine, a copy that `page` made
+        there.
 
         The counts come last, so that `records` reads again only once all else is there.
         """

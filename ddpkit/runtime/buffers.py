@@ -89,7 +89,7 @@ class _Check:
         It is called when the call has completed. A second time it does nothing.
 
         record: that of the call, for the message.
-        ValueError: the tensors were changed; call wait() on the handle first.
+        ValueError: the tensors were changed; the program should call wait() on the handle before.
         """
         if self._over:
             return

@@ -150,7 +150,7 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
     what: the noun for the title, such as 'calls in the world'.
     differs: the number of the call to mark with ≠, or None. The table has 5 rows (`LAST_CALLS`),
-        those of the last calls; if the marked one isn't among them, it ends with the call after it.
+        those of the last calls; if the marked call isn't among them, the table ends one call later.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
     A rank that lacks a call has '-' in its row. If the table is wider than 72 characters, each of
     its columns is written as a line instead.

@@ -13,7 +13,7 @@ DIFFERS = re.compile(r"\d+ ≠")  # how a row begins, in the table of calls, whe
 class LaunchError(RuntimeError):
     """The base class of a launch's errors: at least one rank did not finish.
 
-    message: the report. Its first line is the headline; if it has paragraphs, the last is the
+    message: the report. Its first line is the headline; if blank lines divide it, the last part is
         advice.
     output: for each rank, the text that it printed; [] if it isn't known.
     wire: for each rank, the list of its last `Record`s, one for each collective call or message; []
@@ -79,8 +79,8 @@ def shown(report: str) -> list[str]:
     """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
 
     Lines are wrapped at 72 characters. The headline and the advice, which are the report's first
-    line and last paragraph, become bold. Rows of the table of calls that are marked with ≠, since
-    the ranks differ there, become red.
+    line and last paragraph, become bold. If it has a table of the ranks' calls, rows that are
+    marked with ≠, since the ranks differ there, become red.
     """
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()

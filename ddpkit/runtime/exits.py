@@ -118,7 +118,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Handle SIGTERM: hold the main thread for ever, while `wait_for_it`'s thread answers."""
+        """Handle SIGTERM: hold the main thread for ever, while `wait_for_it` calls `answer`."""
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe

@@ -126,7 +126,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
-    """Return (the rank to blame, the other ranks that failed in the same way).
+    """Return (the rank to blame, the other ranks that failed in the same way, see `_same`).
 
     fallen: {rank: how it fell, a `Failure` or an exit code}, not empty.
     The rank to blame is the first to fall on its own account. A rank that only lost its connection
@@ -167,7 +167,7 @@ def _same(one: Fall, other: Fall) -> bool:
 
 
 def _anonymous(message: str) -> str:
-    """Return a message without numbers as in "rank 3", addresses as in 0x7f00, to compare it."""
+    """Return an error's message without rank numbers ("rank 3") and memory addresses (0x7f00)."""
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
@@ -191,9 +191,9 @@ class Witness(Protocol):
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
     """Return (the rank that failed first, the report of the failure as the text of a RankError).
 
-    The report says how and on which line that rank failed, what the failure most likely means (by
-    the table `MEANS` of parts of error messages), where the other ranks were, and the last 5 lines
-    (`LAST_LINES`) that it printed.
+    The report says how and on which line that rank failed, what the failure most likely means
+    (looked up in `MEANS`, by parts of error messages), where the other ranks were, and the last 5
+    lines (`LAST_LINES`) that it printed.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
         because another rank had.
     look: the state of all ranks when the launch ended them.
@@ -247,8 +247,8 @@ def how_it_fell(rank: int, how: Fall, shortage: str = "") -> str:
 def explain_rendezvous(message: str) -> str | None:
     """Return an explanation of an error that says that the ranks didn't find each other.
 
-    The text has two lines: what happened, and what to check. It covers init_process_group and the
-    search of torchrun's agents for each other.
+    The text has two lines: what happened, and what to check. It covers errors of init_process_group
+    and of the rendezvous of torchrun's agents.
     message: the error's text. Return None if it is about something else.
     """
     for pattern, happened, check in RENDEZVOUS:
@@ -261,10 +261,11 @@ def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
     """Return the lines that show an error's frames, a line for each, to be put below its message.
 
     frames: (file, line, function), outermost first.
-    Shown are the frames in the user's own code, and the frame of an installed framework if that is
-    where the error was raised. If no code is the user's, the frames outside torch, ddpkit and
-    Python are shown, and if there are none, all but those in which torch calls a module's forward.
-    Beyond 30 lines (`MOST_FRAMES`), the middle is left out and counted.
+    Shown are the frames in the user's own code, and the frame of an installed package, other than
+    torch, if that is where the error was raised. If no code is the user's, the frames outside of
+    torch, ddpkit and Python's library are shown, and if there are none, all but those in which
+    torch calls a module's forward. Beyond 30 lines (`MOST_FRAMES`), the middle is left out and
+    counted.
     """
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]

@@ -64,8 +64,8 @@ def launch(
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show output as the ranks print it, instead of in rank order at the end.
-    keep_values: keep the elements of tensors with at most 64 in the records, so that animations of
-        the run can show them.
+    keep_values: keep in the records the numbers in tensors of at most 64 elements, so that
+        animations of the run can show them.
     check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; each call
         then takes two checksums of its tensors.
 
@@ -187,8 +187,8 @@ def _check_call(fn, args, kwargs):
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:
     """Return (what a rank returned, its records), from the file that the rank wrote.
 
-    rank: its process, as the launch started it. watch: the launch's watch, which adds the output
-        and records of all ranks to the error, and raises it.
+    rank: its process, as the launch started it. watch: the `Watch` that waited for the ranks'
+        replies; it adds the output and records of all ranks to the error, and raises it.
     RankError: the file can't be unpickled in this process.
     """
     try:
@@ -247,7 +247,8 @@ def _wait_till_all_return(mine: Recorder | None):
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
     The ranks meet twice: after each has marked itself as returned on the board, the file that they
     share, and after each has marked itself as running again.
-    mine: this rank's recorder, or None if the script initialised torch.distributed itself.
+    mine: this rank's `Recorder`, which writes to the board; None, and then nothing is marked, if
+        the script initialised torch.distributed itself.
     """
     store = c10d._get_default_store()
     number = next(_launches)

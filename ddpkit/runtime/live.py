@@ -107,7 +107,7 @@ class LiveWorld:
 
         They can if all are alive, are idle, and have made the same calls. They can't while one has
         yet to answer: the next cell would take that answer for its own.
-        watch: the watch that waited for the cell that has just failed.
+        watch: the `Watch` that waited for the ranks' replies to the cell that has just failed.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()
@@ -171,7 +171,7 @@ def _parse(line: str) -> argparse.Namespace:
     """Return the options of a `%%ranks` line: n, on and trace, each None if it isn't given.
 
     n is a number; on and trace are text. ValueError: the line has another form, or n isn't from 1
-    to `MOST_RANKS`.
+    to 64 (`MOST_RANKS`).
     """
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)

@@ -1,11 +1,11 @@
 """Read the board at one moment: where each rank is, whom it waits for, who can never go on.
 
-The board is the file in which each rank writes its state, and every collective call, send and
-receive before it makes it. All of these are called calls here. A call is open until it is complete.
-A rank has come to a call if it has made it, though the call may still be open. The n-th calls that
-ranks make on one channel belong together; a channel is a group, or the messages with one tag from
-one member to another: its name is the group's name, and for messages, after a space, between which
-ranks they go. Variables that are called `s` hold a `Situation`, the state of one rank.
+The board is the file in which each rank writes its state, and each collective call, send or receive
+just before it makes the call. A call is open until it is complete. A rank has come to a call if it
+has made it, though the call may still be open. The n-th calls that ranks make on one channel belong
+together. A channel is a group, or the messages with one tag from one member to another; it is
+called by the group's name, after which that of messages has a space and the ranks between which
+they go. Variables that are called `s` hold a `Situation`, the state of one rank.
 """
 
 import itertools
@@ -26,7 +26,8 @@ POLLS_S = 1.0  # a rank that last polled a call longer ago than this has moved o
 class Situation:
     """The state of one rank at the moment of a `Look`: where it is, for which ranks it waits.
 
-    call: the call in which it waits, which it polls, or in which it differs; None if it is in none.
+    call: the call in which it waits, which it polls, or in which it differs from another rank; None
+        if it is in none.
     missing: the ranks for which it waits there.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
         entry, the line of a framework that this line called, as "file:line:function".
@@ -66,8 +67,8 @@ class Look:
         as they are now. From these `is_still` tells whether a rank has moved since.
     standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
         whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried out
-        one by one: a rank hasn't come to a call while another one is queued before it. That is no
-        proof, since a short message may fit into NCCL's buffers, and be complete before its turn.
+        one by one: a rank hasn't come to a call while an earlier call is in the queue before it.
+        That is likely, and not sure: NCCL may complete a short message before its turn.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -196,8 +197,8 @@ class Look:
 
         A GPU carries out the calls of a group in the order in which they were made, so `call` is
         held up by the first open one for which members are missing. At a standstill it is held up
-        by the first one in the queue, even if no member is missing there, or by another message
-        that batch_isend_irecv started together with that one, if members are missing there.
+        by the first one in the queue, even if no member is missing there; if that is a message of a
+        batch_isend_irecv, by the first of the batch for which a member is missing.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -263,8 +264,8 @@ class Look:
         by default, polls; if only its GPU's stream waits, while its program goes on; if one of its
         threads is in no call; or if all ranks for which it waits are free. Ranks that wait and
         aren't free are returned. So are those whose GPU waits for ranks that aren't free, though
-        others needn't give them up. A rank never comes to the calls of a group that it has
-        destroyed. A call to which all ranks have come counts as one that will end.
+        they count as free for ranks that wait for them. A rank never comes to the calls of a group
+        that it has destroyed. A call to which all ranks have come counts as one that will end.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -370,7 +371,10 @@ class Look:
         return next((groups for groups in made.values() if len(groups) > 1), {})
 
     def in_step(self) -> bool:
-        """Return whether all ranks wait for the next cell and have made the same calls so far."""
+        """Return whether the ranks, all of which wait for the next notebook cell, can run it.
+
+        They can if all have made as many calls on each channel that they share.
+        """
         if any(s.state != "idle" for s in self.now):
             return False
         return not any(self.missing(r, rank) for rank in self.ranks for r in self.records[rank])

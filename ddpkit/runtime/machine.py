@@ -82,7 +82,7 @@ class FreeMemory:
         self.look()
 
     def look(self) -> None:
-        """Sample how much of the machine's memory is free, at most once in `EVERY_S` seconds.
+        """Sample how much of the machine's memory is free, at most once in 0.25 s (`EVERY_S`).
 
         The last eight samples are kept, for `shortage`.
         """

@@ -110,8 +110,8 @@ def _clean(data: bytes) -> str:
 def shorten(text: str, where: str) -> str:
     """Return `text`, with its middle cut out if it is very long.
 
-    At most 200 (`MOST_LINES`) lines are left of it and, if these are longer, 100,000 (`MOST_SHOWN`)
-    characters. A line says how much is left out.
+    At most 200 (`MOST_LINES`) lines are left of it, with at most 100,000 (`MOST_SHOWN`) characters
+    in all. A line says how much is left out.
     where: words that say where all of it is, such as ", all of them in run.output[2]"; "" for none.
     """
     lines = text.splitlines(keepends=True)

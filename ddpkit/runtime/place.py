@@ -128,7 +128,7 @@ def describe_place(place: tuple) -> str:
 
     The first form is that of a notebook's cell. The cell's number is left out, since it differs
     from session to session.
-    place: (file, line, function), perhaps with via behind, which is ignored. The line's text is
+    place: (file, line, function), or with via after these, which is ignored. The line's text is
         added if the file can be read.
     """
     file, line, function, *_ = place

@@ -163,8 +163,8 @@ def world(
     it, so read them inside.
     choice: the backend, the GPUs and the environment variables of the ranks.
     link: the `Link` whose latency and bandwidth are emulated, or None.
-    keep_values: whether the records of calls keep the elements of tensors with at most 64, so that
-        animations of the run can show them.
+    keep_values: whether the records of calls keep the numbers in tensors of at most 64 elements, so
+        that animations of the run can show them.
     target: the function that each process runs, as for `Rank`.
     call: the pickled (function, args, kwargs) for `worker.main` to call; `serve_cells` takes none.
     check_buffers: whether the ranks check that no tensor is changed while it is being sent.

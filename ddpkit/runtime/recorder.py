@@ -6,8 +6,8 @@ process read there which call a rank is in, even while that rank is blocked in C
 channel: a group, or the messages with one tag from one member to another. Calls of different ranks
     that have the same number on a channel belong together.
 wire: the process group around the real one, `WireGroup`, through which all calls pass.
-keep_values: an argument of `launch`. Records then also keep the elements of tensors, and of whole
-    storages, that have at most 64 (KEPT_ELEMENTS), so that animations of the run can show them.
+keep_values: an argument of `launch`. Records then also keep the numbers in tensors, and in their
+    whole storages, of at most 64 (KEPT_ELEMENTS) elements, so that animations can show them.
 """
 
 import contextlib
@@ -243,11 +243,12 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the index of this thread's waiting mark on the board, from 0 to `CALLERS` - 1.
+        """Return the index of this thread's waiting mark on the board, from 0 to 7 (`CALLERS` - 1).
 
         The mark says in which collective call, send or receive the thread waits, for the report of
         a hang. The thread gets one at its first call, and keeps it as long as it lives. A C++
-        thread, such as autograd's on a GPU, counts as alive only while it runs Python code.
+        thread, such as autograd's on a GPU, counts as alive only while it runs Python code, and may
+        get another mark the next time.
         """
         try:
             return self._this_thread.caller.place
@@ -284,8 +285,8 @@ class Recorder:
 
         If one thread of a rank waits, and the rank has others that make calls, one of these may
         still go on: then the launcher doesn't take the rank for stuck.
-        look: read the threads' stacks, and leave out those that idle in a pool; the main thread
-            counts in any case.
+        look: read the threads' stacks, and leave out those that idle in a pool, but never the main
+            thread.
         """
         callers = len(self._callers)
         if look and callers > 1:
@@ -371,8 +372,9 @@ class Recorder:
     def write_again(self, record: Record, whole: bool = False):
         """Write the record of a call onto the board again, unless a later call has taken its slot.
 
-        The board keeps the last `SLOTS` calls of each rank.
-        whole: write all fields; otherwise only the times and flags, which costs less.
+        The board keeps the last 256 (`SLOTS`) calls of each rank.
+        whole: write all fields; otherwise only the times, and the fields that are True or False,
+            which costs less.
         """
         with self._lock:
             if self.board is not None and record.number >= self._calls - SLOTS:
@@ -408,7 +410,8 @@ class Recorder:
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
         """Return (buffer, offset, elements) of a tensor, for `Record.memory`, or None.
 
-        buffer: the number of the tensor's storage, in the order in which records first kept them.
+        buffer: the number of the tensor's storage, in the order in which records first kept them; a
+            new one gets the next number.
         offset: of the tensor's first element in the storage, in elements.
         elements: the list of all elements of the storage, also those outside the tensor.
         None: there is no tensor, it is empty, or its storage has more than `KEPT_ELEMENTS`

@@ -153,7 +153,8 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) for a wait that timed out after `seconds`.
 
-    Both describe the deadlock if the ranks are in one; otherwise they name the late ranks.
+    Both describe the deadlock if the ranks are in one. Otherwise they name the late ranks, which
+    haven't come to the call in which others wait.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
@@ -406,10 +407,11 @@ def report(
 
 
 def _where(s: Situation, look: Look) -> str:
-    """Return where a rank is, in lines: "waiting for rank 1 in barrier()", "  step, line 3: ...".
+    """Return in lines where a rank is: "waiting for rank 1 in barrier()", "  step, line 3: ...".
 
-    Further lines name the line of an installed framework, such as torch, by which the call was
-    made, and say where the rank's other threads wait.
+    The second line has the user's function, the number and the text of its line. Further lines name
+    the line of an installed framework, such as torch, by which the call was made, and say where the
+    rank's other threads wait.
     """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""

@@ -9,7 +9,7 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return the seconds to add to `time.perf_counter()`, the records' clock, for `time.time()`."""
+    """Return the seconds to add to the records' `time.perf_counter()` to get `time.time()`."""
     return time.time() - time.perf_counter()
 
 

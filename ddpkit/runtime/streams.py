@@ -4,7 +4,7 @@ NCCL puts a call on a stream and returns at once. `wait()` only makes the curren
 the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
 else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
 never completes stays open on the board, the file that all ranks share, for the report of a hang.
-`wait` doesn't mark the rank as waiting there: its stream waits, while the program goes on.
+`wait` doesn't mark the rank as waiting on the board: its stream waits, the program goes on.
 
 A record of a call on a GPU has these fields, the times on the host's clock:
     stream   the stream of its group, or "current", where NCCL runs a call that isn't asynchronous
@@ -296,11 +296,12 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note the times of all calls of NCCL that are complete by now; return the others' records.
+        """Note the times of all events that are complete by now; return the records of the others.
 
-        It never blocks on the GPU. The records are in the order of their events, and one comes
-        twice if both its end and the start of a wait for it are still open. In the record of a call
-        that has been open for 0.3 s (`LATE_S`), `reached` becomes True once the GPU has come to it.
+        It never blocks on the GPU. The records are in the order in which the events were made. One
+        comes twice if the events of its end and of a wait for it are both open. In the record of a
+        call that has been open for 0.3 s (`LATE_S`), `reached` becomes True once the GPU has come
+        to it.
         """
         with self._reading:
             left = []

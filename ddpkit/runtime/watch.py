@@ -62,12 +62,13 @@ class Watch:
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
-        A reply is what a rank sends with the word "done": of a cell, (the repr of its value, its
-        records); of a function, names of slow modules that it imported, for its value is in a file.
+        A reply is what a rank sends with the word "done". After a cell it is (the repr of its
+        value, its records); after a launch's function, whose value is in a file, a list of the
+        modules in `worker.SLOW_IMPORTS` that it imported.
         awaited: the ranks to wait for; None: all.
         RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
-            has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and it says where they
-            were.
+            has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and the error says where
+            they were.
         """
         self.replies = {}
         self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
@@ -275,7 +276,7 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Return a report's text; before, ask each rank that is in no call at which line it is.
+        """Ask each rank that is in no call at which line it is, and return the text of a report.
 
         headline, advice: its first line, which says what happened, and its last, what to do.
         look: the state of all ranks.
@@ -349,8 +350,8 @@ class Watch:
         Such calls, which should have been the same on all ranks, are the cause of the failure then.
         rank: the rank whose failure was noticed first, which need not be the one that failed first.
         how: its `Failure`, if it raised an exception, or its exit code.
-        NoGpu: CUDA can't use the GPU of this rank; unless NCCL was asked for, `start_on` then
-            starts the ranks on the CPU.
+        NoGpu: CUDA can't use the GPU of this rank. `backends.start_on` catches it and, unless NCCL
+            was asked for, starts the ranks again on the CPU.
         """
         is_failure = isinstance(how, Failure)
         if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the user's

@@ -167,9 +167,10 @@ def _as_list(tensors) -> Sequence[torch.Tensor]:
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (elements sent to each member, elements expected from each) of an all_to_all.
 
-    args: of the real group's method. Either lists of tensors, one for each member: output, input,
-        options. Or single tensors, whose rows are divided among the members: output, input, output
-        counts, input counts, options; if the lists of counts are empty, evenly.
+    args: of the real group's method, in one of two forms. (output, input, options): two lists, with
+        a tensor for each member. (output, input, output counts, input counts, options): two
+        tensors, whose rows are divided among the members by these lists or, if they are empty,
+        evenly.
     world_size: the number of members.
     """
     received, sent, *sizes, _ = args
@@ -342,7 +343,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return the `Streams`, which times calls on the GPU; None for tensors on the CPU."""
+        """Return this rank's `Streams`, which times a call of these tensors; None if on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -376,8 +377,8 @@ class WireGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag):
         """Record a receive from any rank and start it; return its handle.
 
-        The record gets its sender, and the channel from there, when `wait` has ended, since only
-        then is the sender known.
+        The record gets its sender, and the channel from that rank to this one, when `wait` has
+        ended, since only then is the sender known.
         """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
         recorder.issue(record, (), tensors[0])
@@ -395,7 +396,7 @@ class WireGroup(dist.ProcessGroup):
     def _message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
         """Return a new record of a send or receive that is about to be made.
 
-        The recorder doesn't have it yet.
+        The recorder doesn't have it yet. op: "send" or "recv". tensor: the one to send or fill.
 
         peer: the other rank's number in the group; None for a receive from any rank.
         """
@@ -415,8 +416,8 @@ class WireGroup(dist.ProcessGroup):
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
         """Return a new record of a call that is about to be made; the recorder doesn't have it yet.
 
-        words: a function of `wording` that describes the call. what: its arguments after member and
-            line.
+        words: a function of the module `wording` that describes the call as a `Said`. what: its
+            arguments after the first two, which are the member and the user's line.
         frames: how many of the innermost frames of this stack are ddpkit's; they aren't looked at
             for the user's line, which saves time.
         """
@@ -454,7 +455,7 @@ class WireGroup(dist.ProcessGroup):
         """Split the real group; return a `WireGroup` around this rank's part, or None.
 
         All members of this group must call it. None: this rank isn't in any part.
-        ranks: the members of this rank's part, as numbers in this group.
+        ranks: the members of this rank's part, as numbers in this group; of any, if it is in none.
         timeout: None, or torch's default, means this group's timeout.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
@@ -690,9 +691,10 @@ def _named_backend(group=None):
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     """Make a group on the wire, even if the script asks for "gloo"; replaces dist.new_group.
 
-    Scripts that write checkpoints in a thread ask for "gloo". Only in a world on NCCL do they get a
-    plain Gloo group, which isn't recorded. A `device_id` is dropped, since with it torch would
-    connect each group twice. The arguments and the result are torch's.
+    Scripts that write checkpoints in a thread ask for "gloo". In a world on Gloo that makes no
+    difference; in one on NCCL they get a plain Gloo group, which isn't recorded. A `device_id` is
+    dropped, since with it torch would connect each group twice. The arguments and the result are
+    torch's.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
@@ -705,7 +707,7 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
 
 @functools.wraps(_split_group)
 def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
-    """Split a group as torch does, but refuse one of NCCL's on the wire; replaces dist.split_group.
+    """Split a group as torch does, but refuse to split one on NCCL; replaces dist.split_group.
 
     ValueError: the parent is such a group; make each part with dist.new_group.
     """

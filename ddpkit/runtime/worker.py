@@ -59,7 +59,7 @@ class Assignment:
     rank: int
     world_size: int
     folder: str  # the launch's temporary folder
-    choice: Choice  # of the backend
+    choice: Choice  # the backend, and the number of GPUs
     link: Link | None  # to be emulated
     keep_values: bool  # whether records keep the elements of short messages
     environ: dict[str, str]  # all environment variables of the rank
@@ -72,7 +72,7 @@ class Assignment:
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which this rank computes: one of the GPUs, in turn, or the CPU."""
+        """Return the device on which this rank computes: GPU number `rank % gpus`, or the CPU."""
         gpus = self.choice.gpus
         return torch.device("cuda", self.rank % gpus) if gpus else torch.device("cpu")
 
@@ -82,9 +82,9 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
     The function and its arguments are in the file "call" of the launch's folder. The value that it
     returns and the rank's records are put into the file "result" of the rank, as (value, records).
-    The reply is ("failed", `Failure`), which describes an exception, or ("done", names), those of
-    three slow modules (`SLOW_IMPORTS`) that the function imported, which the parent may then
-    preload. It blocks because closing a connection early would fail ranks that still talk to it.
+    The reply is ("failed", `Failure`), which describes an exception, or ("done", names): those of
+    the modules in `SLOW_IMPORTS` that the function imported, which the parent preloads for the next
+    launch. It blocks because closing a connection early would fail ranks that still talk to it.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     try:
@@ -199,7 +199,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        """Add to `error`, raised by a wait for `record`'s call, which ranks wait for which."""
+        """Note in `error`, with which a wait for a call ended, which ranks wait for which."""
         seconds = waited_s(record, error)
         headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)
