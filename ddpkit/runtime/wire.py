@@ -455,7 +455,8 @@ class WireGroup(dist.ProcessGroup):
         """Split the real group; return a `WireGroup` around this rank's part, or None.
 
         All members of this group must call it. None: this rank isn't in any part.
-        ranks: the members of this rank's part, as numbers in this group; of any, if it is in none.
+        ranks: the members of this rank's part, as numbers in this group; those of the first part,
+            if this rank is in none.
         timeout: None, or torch's default, means this group's timeout.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
