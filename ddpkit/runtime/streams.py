@@ -176,8 +176,8 @@ class Streams:
     def stop(self, timeout_s: float):
         """End the reading thread, and wait `timeout_s` seconds at most until it has ended.
 
-        If it hasn't by then, this returns all the same; but a thread that is in C++ when Python shuts
-        down may abort the process. Events that it hasn't read are left unread.
+        If it hasn't by then, this returns all the same; but a thread that is in C++ when Python
+        shuts down may abort the process. Events that it hasn't read are left unread.
         """
         self._over.set()
         self._watcher.join(timeout_s)
