@@ -59,7 +59,8 @@ class Frame:
         that the run's records give it or, for the result of a collective call, the call's name.
     flying: (sender, receiver) of each message in flight other than the event's own.
     status: {rank: what is wrong with it, in words}, as known at that point.
-    wrong: the events up to this one that went wrong: "differ", "stuck", "lost" or "failed".
+    wrong: the events up to this one of the kinds "differ", "stuck", "lost" and "failed", which
+        `replay.Event` explains.
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves.
     owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
@@ -83,8 +84,9 @@ class Holdings:
 
     The owner of a number is the rank that it came from, or a frozenset of ranks if it is their sum.
 
-    rank: the rank. records: the records of all its calls, in order; a buffer is known as far as
-        these show its contents.
+    rank: the rank. records: the records of all its calls, in order. At first only the contents of
+        what it sends before anything else are known; the caller then passes record after record to
+        `look`, `take` or `share`.
     buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
     heard: whether the rank has received anything yet; until then all its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
@@ -228,7 +230,8 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     The last frame also gets `holdings`: for each rank, its `Holdings` at the end.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
-    wire: for each rank, the records of its calls, in order.
+    wire: for each rank, the records of its calls, in order; with keep_values, or no number is
+        known.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}

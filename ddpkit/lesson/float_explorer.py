@@ -51,7 +51,7 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
-        """Return the present number in each format; the chosen format's is `number` itself."""
+        """Return the typed number in each format, but in the chosen one `number`, with its bits."""
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)

@@ -108,9 +108,9 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
     """Run forward and backward twice; return (records of the second pass, its peak in bytes).
 
     The records are those of this rank's collective calls and messages, in order. The peak is the
-    most bytes that tensors, parameters included, had at the same time in the second pass. The first
-    pass isn't measured, because in it ranks also compare the order of their calls. To be called on
-    all ranks.
+    most bytes that tensors, parameters included, had at the same time in the second pass, before
+    which the gradients are dropped. The first pass isn't measured, because in it ranks also compare
+    the order of their calls. To be called on all ranks.
 
     x: the model's input. options: `number` and `quiet`, as for `micro_batches`: how many
         micro-batches each pass has, and the arguments of `no_sync` for all but the last.
@@ -154,6 +154,7 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
 def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
     """Measure the network by all-gathers; return the most bytes that this rank sends in a second.
 
+    In an all-gather of W ranks it sends (W − 1)/W of `nbytes`.
     nbytes: the bytes of the gathered tensor, the parts of all ranks together.
     rounds: how many all-gathers are timed; the fastest counts.
 

@@ -51,7 +51,7 @@ class Progress:
             self.thread.join()
 
     def _show(self, done: threading.Event) -> None:
-        """Show the line, update it every second until `done` is set, then remove it."""
+        """Wait a second, show the line and update it each second until `done` is set; remove it."""
         begun, line = time.perf_counter(), None
         while not done.wait(EVERY_S if line else PATIENCE_S):
             seconds = time.perf_counter() - begun

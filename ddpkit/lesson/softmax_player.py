@@ -39,7 +39,7 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """Return e^(old maximum - new maximum), by which the earlier sum is multiplied."""
+        """Return e^(old maximum - new maximum), a factor for the sum; 0 if the old one is -inf."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
@@ -56,7 +56,8 @@ class Moment:
     def sum(self) -> str:
         """Return how the last number changed the sum, as text such as "2 × 0.5 + 1 = 2".
 
-        The terms are: earlier sum × correction + eˣ⁻ᵐ of the last number = new sum.
+        The terms are: earlier sum × correction + eˣ⁻ᵐ of the last number = new sum. It is "0" as
+        long as no number but -inf was read.
         """
         if self.m == -math.inf:
             return "0"
@@ -68,7 +69,8 @@ class Moment:
     def text(self) -> str:
         """Return in words how the last number changed the maximum m and the sum ℓ.
 
-        An example is "x = 2: m grows from 1 to 2; ℓ = 1 × 0.368 + 1 = 1.37".
+        An example is "x = 2: m grows from 1 to 2; ℓ = 1 × 0.368 + 1 = 1.37"; another, before the
+        first number, "nothing read: m = −∞, ℓ = 0".
         """
         if not self.read:
             return "nothing read: m = −∞, ℓ = 0"

@@ -110,11 +110,12 @@ class Record:
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
     dropped: bool = False  # its handle was deleted before a wait()
     batched: bool = False  # on a GPU, in one batch with the message before
-    reached: bool = False  # on a GPU, 0.3 s after `issued` or later: its stream is at it
+    reached: bool = False  # on a GPU, 0.3 s after `issued` or later: its stream has come to it
     # With `launch(..., keep_values=True)`, and not of more than 64 elements:
     values: list | None = None  # the numbers that the rank handed in
     result: list | None = None  # the numbers that arrived
-    # (number of the tensor's buffer, the tensor's offset in it in elements, the buffer's elements)
+    # (number of the tensor's storage, in the order in which the rank's records first kept them; the
+    # tensor's offset in it, in elements; all its elements, as they are after the call)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -303,8 +304,8 @@ class Board:
     def set_destroyed(self, rank: int, places: dict[str, tuple]):
         """Note which groups `rank` has destroyed, and on which lines.
 
-        places: {name of the group: (file, line, function, via)}, the oldest first. If the note has
-            no room for all, the oldest are left out.
+        places: {name of the group, as in channels: (file, line, function, via)}, the oldest first.
+            If the note has no room for all, the oldest are left out.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
@@ -365,7 +366,7 @@ class Board:
     def destroyed(self, rank: int) -> dict[str, tuple]:
         """Return the groups that `rank` has destroyed, and by which lines.
 
-        It is {name: (file, line, function, via)}, as `set_destroyed` was given.
+        It is {name, as in channels: (file, line, function, via)}; {} if none was noted.
         """
         return self._note(rank, _DESTROYED) or {}
 

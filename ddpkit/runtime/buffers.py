@@ -72,6 +72,7 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
+    rank: this rank's number in the world, for the message.
     result: an attribute. For an in-place call, the caller sets it to the copies into which Gloo
         writes the result; `end` copies them into the tensors. Otherwise [].
     """

@@ -120,7 +120,7 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first number for which every rank's call is still in `texts`."""
+    """Return the first number from which on no rank's call has been forgotten, 1 if none was."""
     return max(min(column, default=1) for column in texts.values())
 
 

@@ -73,7 +73,7 @@ def launch(
     have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
 
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the running world, and
-    every rank gets the same `Run`.
+    every rank gets the same `Run`. There `backend`, `timeout`, `hang_after` and `live` do nothing.
     RankError: a rank raised, exited or was killed. HangError: ranks wait for a call that will never
     be made, or their calls disagree. ValueError: the arguments can't work; raised before any
     process starts. Notebook 00.
@@ -262,7 +262,7 @@ def _meet(store: dist.Store, key: str, world_size: int):
     """Wait until all ranks have called this with the same key: a barrier by way of the store.
 
     store: torch.distributed's key-value store, which every rank reaches. No collective call is
-        made, so nothing is recorded.
+        made, so nothing is recorded. key: a new one each time, since a used key no longer waits.
     """
     store.add(key, 1)
     while store.add(key, 0) < world_size:

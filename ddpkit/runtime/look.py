@@ -173,8 +173,9 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other ranks of the group of `call` that haven't come to it yet.
+        """Return the other ranks that belong to `call` and haven't come to it yet.
 
+        To a message belong its two ends; to a receive from any rank, all members of the group.
         call: a record of `rank`, which itself has come.
         """
         others = (other for other in call.ranks if other != rank)
@@ -262,10 +263,11 @@ class Look:
             "polling"; by default, ranks that poll are free.
         A rank is free, which means that it may still come to any call, if it starts, computes or,
         by default, polls; if only its GPU's stream waits, while its program goes on; if one of its
-        threads is in no call; or if all ranks for which it waits are free. Ranks that wait and
-        aren't free are returned. So are those whose GPU waits for ranks that aren't free, though
-        they count as free for ranks that wait for them. A rank never comes to the calls of a group
-        that it has destroyed. A call to which all ranks have come counts as one that will end.
+        threads is in no call; or if, for one of its threads, all ranks for which that waits are
+        free (for a receive from any rank, one of them). Ranks that wait and aren't free are
+        returned. So are those whose GPU waits for ranks that aren't free, though they count as free
+        for ranks that wait for them. A rank never comes to the calls of a group that it has
+        destroyed. A call to which all ranks have come counts as one that will end.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]

@@ -91,7 +91,7 @@ class Output:
         return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
-        """Return up to `most` bytes of the output that is in the file, from its byte `start` on."""
+        """Return up to `most` bytes of the output in the file, from byte `start` of the output."""
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)

@@ -307,8 +307,9 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
     """Yield (rank, message) for each rank that has sent a message or ended.
 
     A message is the pair (word, data) that the rank has put into its pipe, such as ("done", value).
-    For a process that has ended without one it is ("exit", its exit code). There is at most one
-    message for each rank. Waits up to `seconds` for the first; if none comes, yields nothing.
+    For a process that has ended, and of which no message is left to read, it is ("exit", its exit
+    code), each time. There is at most one message for each rank in a call. Waits up to `seconds`
+    for the first; if none comes, yields nothing.
     """
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}

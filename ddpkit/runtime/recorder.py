@@ -432,9 +432,9 @@ class Recorder:
 class _Caller:
     """A thread's reservation of one of the board's "waiting" slots; `place` is the slot's index.
 
-    While the thread is blocked in a collective call, its slot names that call, for the report of a
-    hang. The object is in thread-local storage: when the thread ends, it is deleted and the slot is
-    free again.
+    While the thread is blocked in a collective call, send or receive, its slot names that call, for
+    the report of a hang. There is always a slot: without a free one, the last is shared. The object
+    is in thread-local storage: when the thread ends, it is deleted and the slot is free again.
     """
 
     def __init__(self, recorder: Recorder):

@@ -54,10 +54,10 @@ class WireWork(Work):
     record: the call's record.
     recorder: the rank's recorder, which notes waits and the call's end.
     arriving: the tensors that the call fills.
-    until_done: a function that is called as `until_done(inner.wait)` instead of `inner.wait()`, and
-        blocks until the call is done; for an emulated link, or a receive from any rank.
-    delivered: on an emulated link, the future of a collective, complete when the link would have
-        delivered it.
+    until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`,
+        and that blocks until the call is done; for an emulated link, or a receive from any rank.
+    delivered: for a collective on an emulated link: a future that is complete when the link would
+        have delivered it. get_future() returns it instead of the inner handle's.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return this rank's `Streams`, which times a call of these tensors; None if on the CPU."""
+        """Return this rank's `Streams`, to time a call of these tensors; None unless on a GPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -690,7 +690,7 @@ def _named_backend(group=None):
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Make a group on the wire, even if the script asks for "gloo"; replaces dist.new_group.
+    """Make a group on the wire, unless "gloo" is asked for on NCCL; replaces dist.new_group.
 
     Scripts that write checkpoints in a thread ask for "gloo". In a world on Gloo that makes no
     difference; in one on NCCL they get a plain Gloo group, which isn't recorded. A `device_id` is
