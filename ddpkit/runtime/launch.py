@@ -215,7 +215,7 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     initialised first if the script hasn't done it. If it has, no call is recorded, unless the
     script was started by `python -m ddpkit.debug`, which records calls from the beginning. The
     output of the `Run` is empty, since torchrun shows what the ranks print. The arguments are those
-    of `launch`.
+    of `launch`; where no call is recorded, no link is emulated.
     ValueError: check_buffers is asked for in a world that was initialised without it.
     """
     if not dist.is_initialized():
