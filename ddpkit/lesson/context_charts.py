@@ -259,8 +259,10 @@ def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> f
     are the result times the bytes of these.
 
     scheme: "ring" for ring attention; anything else for all-to-alls, in which each rank gives away
-        its own tokens of all heads, and gets all tokens of some heads.
+        its own tokens of all heads (of q, k and v), and gets all tokens of some heads, and one
+        back. They need heads and kv_heads that the number of ranks divides, which isn't checked.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
+    world_size: the number of ranks among which the sequence is divided.
     """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
     return 2 * (world_size - 1) / world_size * heads_sent

@@ -399,8 +399,9 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 
 
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict[str, str]:
-    """Draw the lower lane of a rank: a box for each call, from its beginning to its end.
+    """Draw the lower lane of a rank, below that of computing: a box for each of its calls.
 
+    A box goes from the beginning of the call to its end. part: what of the run is drawn.
     On a GPU each stream has a lane of its own, the first on top. Where calls overlap, the one that
     ends first lies in front, so that the longer one stays visible after it. Return {initials: name
     of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.

@@ -86,8 +86,9 @@ class Holdings:
 
     rank: the rank. records: the records of all its calls, in order. At first only the contents of
         what it sends before anything else are known; the caller then passes record after record to
-        `look`, `take` or `share`.
-    buffers: {buffer: [(value, owner) of each element]}, where None stands for what is unknown.
+        `look` (a send), `take` (a receive) or `share` (a collective).
+    buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
+        unknown owner. A buffer has the key that it has in `Frame.memory`.
     heard: whether the rank has received anything yet; until then all its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
         of the rank was last seen to change; the next change may be the addition of such a message.

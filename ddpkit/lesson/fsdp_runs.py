@@ -15,6 +15,7 @@ from ..runtime.recorder import recorder
 class Layers(nn.Module):
     """A model of linear layers that all have the same width, grouped into blocks.
 
+    blocks: an nn.ModuleList of them, which forward runs in order.
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
     sleeps: the seconds that every block sleeps in forward, to stand in for computing; in backward

@@ -173,7 +173,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action or "-", `_held`) in the tick that ends at `tick`."""
+        """Return, for each rank, (its action or "-", micro-batches it holds) in a tick, from 1."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]

@@ -3,8 +3,9 @@
 `player(run)` returns an animation, with a slider, of a real run made with
 `launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
 records of the ranks' calls into a list of events, `film` finds every rank's numbers after each
-event (a frame), and this module draws the frames. `world_explorer` is a slider over the number of
-ranks.
+event (a frame), and this module draws the frames, one for each step of the slider. A step may also
+show a whole hop, all messages that travel at the same time. A `Stage` is the layout that all frames
+of an animation share. `world_explorer` is a slider over the number of ranks.
 """
 
 import linecache
@@ -236,7 +237,7 @@ def _all_numbers(frames: list[Frame]):
 
 
 def _title(frame: Frame, step: int) -> list[str]:
-    """Return a frame's title, broken into at most three lines. step: the frame's number."""
+    """Return a frame's title, broken into at most three lines. step: the frame's number, from 1."""
     return textwrap.wrap(_numbered(frame.event, step), 84, max_lines=3, placeholder=" …")
 
 

@@ -174,7 +174,9 @@ def _message(record: Record, values: list | None) -> str:
 def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
     """Return the event of a message that `rank` received.
 
-    record: the record of the receive. sent: (sender, record of the send); None if there is none.
+    record: the record of the receive. sent: (sender, record of the send), whose record the event
+        then has as well; None if the send's record is missing, as beyond the last 256 of a failed
+        run.
     """
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}

@@ -95,7 +95,7 @@ class Record:
         sender, receiver and tag. issued, started, done: when the rank made the call, when the
         transfer began, when it was complete. waited: when the rank first began to wait for it.
     values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
-        those that arrived; otherwise None.
+        those that arrived; otherwise None. memory: all numbers around them, if one tensor has both.
     """
 
     said: Said

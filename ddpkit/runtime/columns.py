@@ -86,7 +86,8 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
     Otherwise calls may rightly differ between ranks: this is a table without a mark as long as no
     rank has made more than 5 (`LAST_CALLS`), and beyond that a list of each rank's own calls.
     ranks: those to show; the look holds the calls of all.
-    stuck: True if a rank that lacks a call will never make it; False if it may only be late.
+    stuck: True if a rank that lacks a call will never make it, so that the mark may be there; False
+        if it may only be late.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
     everybody = set(ranks)

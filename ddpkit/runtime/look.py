@@ -175,7 +175,8 @@ class Look:
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the other ranks that belong to `call` and haven't come to it yet.
 
-        To a message belong its two ends; to a receive from any rank, all members of the group.
+        To a message belong its two ends; to a receive from any rank, all members of the group, none
+        of which has come as long as it is open.
         call: a record of `rank`, which itself has come.
         """
         others = (other for other in call.ranks if other != rank)
@@ -196,10 +197,11 @@ class Look:
     def _in_front(self, call: Record, rank: int) -> Record:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
-        A GPU carries out the calls of a group in the order in which they were made, so `call` is
-        held up by the first open one for which members are missing. At a standstill it is held up
-        by the first one in the queue, even if no member is missing there; if that is a message of a
-        batch_isend_irecv, by the first of the batch for which a member is missing.
+        On the CPU it is `call`. A GPU carries out the calls of a group in the order in which they
+        were made, so `call` is held up by the first open one for which members are missing, if
+        there is one. At a standstill it is held up by the first one in the queue, even if no member
+        is missing there; if that is a message of a batch_isend_irecv, by the first of the batch for
+        which a member is missing.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:

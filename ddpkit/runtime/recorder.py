@@ -432,6 +432,8 @@ class Recorder:
 class _Caller:
     """A thread's reservation of one of the board's "waiting" slots; `place` is the slot's index.
 
+    recorder: the rank's; without a board, slots are counted all the same.
+
     While the thread is blocked in a collective call, send or receive, its slot names that call, for
     the report of a hang. There is always a slot: without a free one, the last is shared. The object
     is in thread-local storage: when the thread ends, it is deleted and the slot is free again.

@@ -138,7 +138,7 @@ def _hold_back(recorder: Recorder, record: Record):
 def _recorded(op: str, method: str, sent: int = 0):
     """Return a method for `WireGroup` that records a collective and passes it to the real group.
 
-    op: ddpkit's name for the call, such as "all_reduce".
+    op: torch.distributed's name for the call, such as "all_reduce".
     method: the name of the real group's method.
     sent: the index of the method's argument that holds the input tensors; argument 0 holds the
         output, or both.
@@ -305,9 +305,10 @@ class WireGroup(dist.ProcessGroup):
     ) -> WireWork | StreamWork | None:
         """Record a collective call, make it on the real group, and return its handle.
 
-        A call that isn't asynchronous is waited for here, and None is returned. On an emulated link
-        a handle is returned in any case, whose `wait` ends when the link would have delivered.
-        op: ddpkit's name for the call.
+        A call that isn't asynchronous, by its options, is waited for here, and None is returned. On
+        an emulated link a handle is returned in any case, whose `wait` ends when the link would
+        have delivered. Calls on a GPU get a StreamWork, others a WireWork.
+        op: torch.distributed's name for the call, such as "all_reduce".
         method, args: the real group's method, and its arguments, of which the last is the options.
         sent, arriving: flat lists of the tensors that the call reads, and those that it fills.
         """
