@@ -62,6 +62,7 @@ BOTH = "Every send needs a recv on the other rank, and every recv a send. Count 
 FIRST = "Let one side receive first, or start both with isend and irecv and wait afterwards."
 ORDER = "All ranks must use their groups in the same order, and leave no call out."
 TAGS = "Their tags, or groups, differ: a receive takes only what was sent with its own."
+NONE = "Each waits for a message, and none that fits is on its way: let one send first."
 
 
 def test_trap_17_a_skipped_collective():
@@ -87,6 +88,16 @@ def anyone():
         dist.recv(torch.ones(8))
 
 
+def from_anyone():
+    dist.recv(torch.ones(8))
+
+
+def other_tags():
+    handle = dist.isend(torch.ones(8), 1, tag=2) if dist.get_rank() == 0 else None
+    dist.recv(torch.ones(8), tag=1)
+    return handle
+
+
 def recv_or_reduce():
     if dist.get_rank() == 0:
         dist.recv(torch.ones(2), 1)
@@ -101,6 +112,7 @@ def alone():
 
 CASES = hang_cases.CASES | hang_cases.UNSEEN
 CASES |= {"anyone": (anyone, 3), "recv_or_reduce": (recv_or_reduce, 2), "alone": (alone, 2)}
+CASES |= {"from_anyone": (from_anyone, 3), "other_tags": (other_tags, 2)}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +120,9 @@ CASES |= {"anyone": (anyone, 3), "recv_or_reduce": (recv_or_reduce, 2), "alone":
     [
         ("only_rank_0", "rank 0 waits in barrier for ranks 1 and 2, which have returned.", EVERY),
         ("both_send", "rank 0 for rank 1 in send, rank 1 for rank 0 in send.", FIRST),
-        ("a_circle_of_receives", "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, ", FIRST),
+        ("a_circle_of_receives", "rank 0 for rank 1 in recv, rank 1 for rank 2 in recv, ", NONE),
+        ("from_anyone", "rank 0 for ranks 1 and 2 in recv, rank 1 for ranks 0 and 2 in ", NONE),
+        ("other_tags", "rank 0 for rank 1 in recv, rank 1 for rank 0 in recv.", NONE),
         ("nobody_sends", "rank 0 waits in recv for rank 1, which has returned.", BOTH),
         ("anyone", "rank 0 waits in recv for ranks 1 and 2, which have returned.", BOTH),
         ("groups_in_opposite_order", "rank 0 for rank 1 in all_reduce, rank 1 for rank 0", ORDER),
@@ -529,6 +543,14 @@ def test_one_free_rank_is_enough_for_a_receive_from_any(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0]
+
+
+@pytest.mark.parametrize(("tag", "found"), [(7, []), (8, [0, 1])])
+def test_a_message_that_is_on_its_way_is_what_a_receive_from_any_waits_for(board, tag, found):
+    say(board, 0, 0, "send", channel="0 0>1:7", ranks=(0, 1), peer=1, done=2.0, wait=False)
+    say(board, 0, 0, "recv", channel="0 7?", ranks=(0, 1))
+    say(board, 1, 0, "recv", channel=f"0 {tag}?", ranks=(0, 1))
+    assert stuck(board) == found
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Look:
         self._standstill = standstill
         self.ranks = range(board.world_size)
         self.records = [board.records(rank) for rank in self.ranks]
-        self._reached = [dict(map(_channel_and_seq, records)) for records in self.records]
+        self._reached = [dict(sorted(map(_channel_and_seq, rs))) for rs in self.records]  # the last
         self.now = [self._situation(rank) for rank in self.ranks]
         self._put_hopeless_waits_first()
 
@@ -175,12 +175,28 @@ class Look:
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the other ranks that belong to `call` and haven't come to it yet.
 
-        To a message belong its two ends; to a receive from any rank, all members of the group, none
-        of which has come as long as it is open.
+        To a message belong its two ends. To a receive from any rank belong all members of the
+        group, and all have come once a message that it can take is on its way.
         call: a record of `rank`, which itself has come.
         """
-        others = (other for other in call.ranks if other != rank)
+        others = tuple(other for other in call.ranks if other != rank)
+        if call.channel.endswith("?"):  # from any rank
+            return () if self._is_coming(call, rank) else others
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
+
+    def _is_coming(self, call: Record, rank: int) -> bool:
+        """Return whether a message is on its way that `call` of `rank`, from any rank, can take.
+
+        It was sent to `rank` in the call's group with its tag, and no receive has taken it.
+        """
+        tag = call.channel.rpartition(" ")[2].removesuffix("?")
+        for sender in call.ranks:
+            for sent in self.records[sender]:
+                fits = sent.op == "send" and sent.peer == rank and group_of(sent) == group_of(call)
+                is_new = self._reached[rank].get(sent.channel, -1) < sent.seq
+                if fits and is_new and sent.channel.endswith(f":{tag}"):
+                    return True
+        return False
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the members of the group for which `call` of `rank` waits.

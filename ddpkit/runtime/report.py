@@ -329,8 +329,11 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
         every = "Every rank of the group must make the call."
         return f"{every} Is it under an `if`, or did one loop end early?"
     sends = {(s.rank, s.call.peer) for s in stuck if s.call.op == "send"}
+    sends |= {(None, dst) for _, dst in sends}  # for receives from any rank
     if any((s.call.peer, s.rank) in sends for s in stuck if s.call.op == "recv"):
         return "Their tags, or groups, differ: a receive takes only what was sent with its own."
+    if ops == {"recv"}:
+        return "Each waits for a message, and none that fits is on its way: let one send first."
     if ops.issubset(MESSAGES):
         if any(s.call.on_stream for s in stuck):
             in_line = "On NCCL, a group's messages go one after the other"

@@ -160,9 +160,9 @@ def message(
     """
     size = f"{shape.numel()} {_name(dtype)}"
     said = [size]
-    if number is None:  # the channel is "?" until the message has arrived
+    if number is None:  # until the message has arrived, its sender, and so its channel, is unknown
         ranks = member.ranks
-        channel = f"{member.name} ?"
+        channel = f"{member.name} {tag}?"
         fingerprint = ""
         peer = None
         said += ["src=any"]
@@ -178,8 +178,8 @@ def message(
         fingerprint = size
         peer = member.ranks[number]
         said += [f"{name}={peer}"]
-        said += [f"tag={tag}"] if tag else []
-        said += [doing] if doing else []
+    said += [f"tag={tag}"] if tag else []
+    said += [doing] if doing else []
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, ranks, channel, fingerprint, detail
     nbytes = shape.numel() * dtype.itemsize
