@@ -266,6 +266,25 @@ def test_trap_16_and_17_mismatches(monkeypatch, name):
     assert text.splitlines()[-1].startswith(advice)
 
 
+def test_parts_of_a_gather_are_as_long_on_all_ranks_since_gloo_takes_no_others():
+    def uneven():
+        parts = [torch.ones(4), torch.ones(5), torch.ones(4)]
+        dist.gather(parts[dist.get_rank()], parts if dist.get_rank() == 0 else None)
+
+    text = report(uneven, 3, 1)
+    assert re.match(r"mismatch: ranks 0 and 2 called gather\(4 .* rank 1 called gather\(5 ", text)
+    assert "of the cell" not in text  # of the line by which Python started rank 0, which has failed
+
+
+def test_a_scatter_with_two_roots_is_one_call():
+    def scatters():
+        root = int(dist.get_rank() == 1)
+        parts = [torch.ones(4)] * 3 if dist.get_rank() == root else None
+        dist.scatter(torch.ones(4), parts, root)
+
+    assert "\n\nEvery rank must name the same root" in report(scatters, 3, 1)
+
+
 # Slow is not hung (trap 19).
 
 

@@ -6,6 +6,7 @@ and its `Situation`: whether the rank waits, in which call, and for which ranks.
 return (headline, advice), two texts that `report` puts around the description of the ranks.
 """
 
+import math
 import re
 import time
 from collections import Counter
@@ -82,7 +83,8 @@ def _how_to_agree(records: list[Record]) -> str:
         return f"{alike} Is one of them under an `if`?"
     if len({record.dtype for record in records}) > 1:
         return "Both sides must use the same dtype; the bytes would be read as other numbers."
-    sizes = {record.bytes for record in records}
+    # Of a scatter the root has all parts, the others one.
+    sizes = {math.prod(r.shape) if r.op == "scatter" else r.bytes for r in records}
     if records[0].op in MESSAGES:
         same = "Both sides must name the same number of elements."
         return f"{same} Did one side skip a message?" if _far_apart(sizes) else same
@@ -98,7 +100,7 @@ def _how_to_agree(records: list[Record]) -> str:
 
 
 def _far_apart(sizes: set[int]) -> bool:
-    """Return whether the largest of the sizes, in bytes, is more than twice the smallest.
+    """Return whether the largest of the sizes is more than twice the smallest.
 
     Tensors so different are probably not of the same call; a smaller difference may be due to a
     last batch that is shorter on one rank.

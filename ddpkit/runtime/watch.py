@@ -296,6 +296,8 @@ class Watch:
         rank doesn't answer.
         """
         stack = self.ranks[rank].ask_stack()
+        starter = "<string>", "<module>"  # the line by which Python starts the process of a rank
+        stack = [frame for frame in stack if frame[::2] != starter]
         outside_torch = [frame for frame in stack if not is_library(frame[0])]
         own = (frame for frame in outside_torch if not is_installed(frame[0]))
         return next(own, next(iter(outside_torch), None))

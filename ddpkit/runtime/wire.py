@@ -321,7 +321,9 @@ class WireGroup(dist.ProcessGroup):
         alike = (arriving[0].shape,) if op == "scatter" else shapes
         dtype = handed[0].dtype if handed else None
         splits = _splits(args, len(self.ranks)) if op == "all_to_all" else None
-        what = op, alike, shapes, dtype, reduction, root, splits
+        on_nccl = self.inner_name != "gloo"  # which takes an all_gather of unequal parts
+        uneven = op == "all_to_all" or (on_nccl and op in wording.UNEQUAL)
+        what = op, alike, shapes, dtype, reduction, root, splits, uneven
         record = self._record(wording.collective, *what)
         asynchronous, call = getattr(opts, "asyncOp", True), getattr(self.inner, method)
         if streams := recorder.streams and self._streams(handed):

@@ -19,7 +19,7 @@ from .board import Said
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-UNEQUAL = ("all_gather", "gather", "all_to_all")  # their sizes may differ between ranks
+UNEQUAL = ("all_gather", "gather", "all_to_all")  # on NCCL, their sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 Place = tuple[str, int, str, str]  # file, line, function, via: as `place.place_in` returns it
 once = lru_cache(4096)
@@ -105,19 +105,21 @@ def collective(
     reduction: int | None,
     root: int | None,
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    uneven: bool = False,
 ) -> Said:
     """Describe a collective as a `Said`; the same arguments give the same object.
 
     A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes that must be the same on all ranks. Ranks compare the number of elements in
-        them, except for operations in `UNEQUAL`, whose sizes may differ.
+    alike: the shapes that must be the same on all ranks, which compare the number of elements in
+        them unless the call is `uneven`.
     shapes: the shapes of this rank's input tensors, which give the field `bytes` of the `Said`.
     dtype: of the tensors; None for a barrier, which has none.
     reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.
     splits: of an all_to_all, (elements sent to each member, elements expected from each).
+    uneven: ranks may bring different sizes, which aren't compared.
     ValueError: `root` isn't a member.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
@@ -128,7 +130,7 @@ def collective(
         member.check_root(op, root)
         peer = member.ranks[root]
         said += [f"{_root_name(op)}={peer}"]
-    alike = [op, _name(dtype), *said[1:]] if op in UNEQUAL else [op, *said]
+    alike = [op, _name(dtype), *said[1:]] if uneven else [op, *said]
     detail = ", ".join(said + _in_group(member))
     words = op, member.label, member.ranks, member.name, " ".join(alike), detail
     shape = tuple(shapes[0]) if shapes else ()
