@@ -564,12 +564,16 @@ def test_one_free_rank_is_enough_for_a_receive_from_any(board):
     assert stuck(board) == [0]
 
 
-@pytest.mark.parametrize(("tag", "found"), [(7, []), (8, [0, 1])])
-def test_a_message_that_is_on_its_way_is_what_a_receive_from_any_waits_for(board, tag, found):
-    say(board, 0, 0, "send", channel="0 0>1:7", ranks=(0, 1), peer=1, done=2.0, wait=False)
-    say(board, 0, 0, "recv", channel="0 7?", ranks=(0, 1))
-    say(board, 1, 0, "recv", channel=f"0 {tag}?", ranks=(0, 1))
-    assert stuck(board) == found
+@pytest.mark.parametrize("sent", ["0 0>1:7", "0 0>1:8", "1 0>1:7", "taken"])
+def test_a_message_that_is_on_its_way_is_what_a_receive_from_any_waits_for(board, sent):
+    message = {"channel": "0 0>1:7" if sent == "taken" else sent, "ranks": (0, 1)}
+    for number in range(2):
+        say(board, 0, number, "send", peer=1, done=2.0, wait=False, **message)
+        if sent == "taken":  # the second one by a call before the other's
+            say(board, 1, 1 - number, "recv", done=2.0, wait=False, **message)
+    for rank in range(2):
+        say(board, rank, 0, "recv", channel="0 7?", ranks=(0, 1))
+    assert stuck(board) == ([] if sent == "0 0>1:7" else [0, 1])
 
 
 @pytest.mark.parametrize(
