@@ -52,7 +52,7 @@ def bandwidth(results) -> Picture:
     the call took only the time of moving the same bytes. Bars whose ceiling wasn't measured have no
     mark. Used in notebook 02.
 
-    results: the measurements, a `ddpkit.bench.results.Results`.
+    results: the measurements of one collective call, as `ddpkit.bench.measure` returns them.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:

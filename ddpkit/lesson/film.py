@@ -131,9 +131,11 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        A number's owners are the ranks that contributed it. If it is its old value plus numbers
-        that have arrived in other buffers, it belongs to the owners of all of these. Otherwise it
-        is this rank's own if the rank has received nothing yet, and of unknown owner if it has.
+        A number's owners are the ranks that contributed it. Messages in `arrived` that are as long
+        as the changed part of the buffer are laid beside it. If a number is its old value plus all
+        numbers beside it, or plus any one that has arrived, it belongs to the owners of all of
+        these. Otherwise it is this rank's own if the rank has received nothing yet, and of unknown
+        owner if it has. Once a number has changed, `arrived` is emptied.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.

@@ -52,7 +52,7 @@ def is_pythons(file: str) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether `file` belongs to an installed package, rather than to the user's code."""
+    """Return whether `file` is of a package in site-packages, as torch is, so not the user's."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 

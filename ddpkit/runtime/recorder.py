@@ -101,9 +101,9 @@ class Recorder:
         of the call on its channel, and `number`, that among all calls of this rank. It is written
         into the list and onto the board. If another rank has made a different call with the same
         number on the channel, `disagree` is called.
-        sent: the tensors that the call sends.
-        buffer: the call's tensor, whose whole storage is kept, so that an animation can show the
-            memory around it.
+        record: has what is called, and `issued`. sent: the tensors that the call sends.
+        buffer: the tensor that the call reads and fills, or reads; its whole storage is kept, so
+            that an animation can show the memory around it.
         Neither is used without keep_values.
         """
         if self.keep_values:
