@@ -41,7 +41,7 @@ def _deals() -> Iterator[Trial]:
             "chunks, by rank": right,
             "pairs of chunks that each rank computes": scores,
         }
-        yield Trial(1, _run_deal, (world_size,), [expected], what=f"a deal for W = {world_size}")
+        yield Trial(1, _run_deal, (world_size,), [expected], what=f"asked for W = {world_size}")
 
 
 zigzag = Exercise(
@@ -52,7 +52,7 @@ zigzag = Exercise(
         "values": "The other chunk of rank r is the r-th from the end: 2W-1-r.",
         "error": "Return a list of pairs, one for each rank: [(0, 3), (1, 2)] for 2 ranks.",
     },
-    praise="each rank computes 2W pairs of chunks, whatever its number.",
+    praise="each rank computes 2W blocks, those on the diagonal counted ½.",
     mistakes=mistakes("""
 in_order: [(rank, last - rank) for → [(2 * rank, 2 * rank + 1) for
     In order, the last rank computes W times as much as the first, or nearly: an early chunk goes
