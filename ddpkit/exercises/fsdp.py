@@ -68,23 +68,15 @@ def _run_gather(answer):
     return seen
 
 
-def _gathered() -> dict:
-    right = {}
-    for length in LENGTHS:
-        for dtype in (torch.float64, torch.float32):
-            what = f"{length} rows of {str(dtype).removeprefix('torch.')}"
-            right[what] = _parameter(length, dtype).tolist(), str(dtype)
-            right[f"calls, {what}"] = {"all_gather": 1}
-    return right
-
-
 def _gather_trials():
     for world_size in (2, 3, 1):
-        right = _gathered()
+        right = {}
         for length in LENGTHS:
-            for dtype in ("float64", "float32"):
-                what = f"{length} rows of {dtype}"
-                rows = (length + world_size - 1) // world_size
+            rows = (length + world_size - 1) // world_size
+            for dtype in (torch.float64, torch.float32):
+                what = f"{length} rows of {str(dtype).removeprefix('torch.')}"
+                right[what] = _parameter(length, dtype).tolist(), str(dtype)
+                right[f"calls, {what}"] = {"all_gather": 1}
                 right[f"sent more than {rows} rows, {what}"] = False
                 right[f"the shard afterwards, {what}"] = True
         yield Trial(world_size, _run_gather, (), [right] * world_size, what=RAGGED)
@@ -236,6 +228,10 @@ sharded_step = Exercise(
         ".requires_grad_() are new leaves: after blocks[n](x, weight).backward(gradient), x.grad "
         "is the gradient for the block before.",
         "error": "A tensor made under no_grad has no graph: y.requires_grad_() starts one at y.",
+    },
+    says={
+        ALIVE: "rank {rank} has {got} weights whole while a block computes; {expected} are enough: "
+        "drop each after its block, and gather it again in backward."
     },
     praise="two gathers and a reduction for each block, and two weights whole at a time at most.",
     mistakes=[
@@ -611,6 +607,7 @@ rounds_down: -(-len(parameter) // world_size) → max(1, len(parameter) // world
 # by_owners(shards, numels, owners, function)
 
 SHAPES = (4, 2), (5, 3), (3, 3), (2, 4)
+WORKED = "shapes that this rank worked on"
 
 
 def _matrix(number: int) -> torch.Tensor:
@@ -642,7 +639,7 @@ def _run_owners(answer, world_size):
         rows = -(-len(entry) // world_size)
         shards.append(entry[place * rows :][:rows].clone())
     got = answer(shards, numels, owners, function, group)
-    seen = {"shapes that this rank worked on": worked}
+    seen = {WORKED: worked}
     for number, entry in enumerate(got):
         seen[f"rows of matrix {number}"] = entry.tolist()
     return seen | {"calls": _calls(begun)}
@@ -654,7 +651,7 @@ def _owned(ranks: int, world_size: int) -> list[dict]:
     for every in range(ranks):
         rank = every % world_size
         mine = [list(shape) for number, shape in enumerate(SHAPES) if number % world_size == rank]
-        seen = {"shapes that this rank worked on": mine}
+        seen = {WORKED: mine}
         for number in range(len(SHAPES)):
             result = _of_whole(_matrix(number) + 1000 * (every // world_size))
             rows = -(-len(result) // world_size)
@@ -675,6 +672,10 @@ by_owners = Exercise(
         "from r by these, over the matrices that this rank owns. cat the parts of one matrix over "
         "the ranks, view(-1, columns).",
         "hang": "Both exchanges on every rank, also on one that owns nothing.",
+    },
+    says={
+        WORKED: "rank {rank} called `function` with the shapes {got}, not {expected}: those of the "
+        "whole matrices that it owns."
     },
     praise="each matrix was whole once, on its owner; two all-to-alls for all of them.",
     note="With function = newton_schulz: ddpkit.muon.Muon, to the bit torch.optim.Muon.",
