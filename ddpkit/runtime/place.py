@@ -18,7 +18,7 @@ import torch
 
 
 def _folders(*paths: str) -> tuple[str, ...]:
-    """Return the paths in normal form, with a slash at the end, for `str.startswith`."""
+    """Return the paths after os.path.normpath, with a slash at the end, for `str.startswith`."""
     return tuple(os.path.normpath(path) + os.sep for path in paths)
 
 

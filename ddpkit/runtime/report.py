@@ -434,7 +434,7 @@ def _where(s: Situation, look: Look) -> str:
 
 
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
-    """Return the record of the call to blame for the hang of `ranks`, or None if it isn't known.
+    """Return one rank's record of the call to blame for the hang of `ranks`; None if unknown.
 
     It is the call in which ranks differ, if there is one. Otherwise it is the earliest one in which
     a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is the call that
