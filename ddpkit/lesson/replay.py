@@ -157,7 +157,7 @@ def _complete(records: dict[int, Record]) -> bool:
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Return whether the calls, {rank: record}, have the same operation, size, dtype and so on."""
+    """Return whether calls, {rank: record}, agree in operation, size, dtype, reduction and root."""
     return len({record.fingerprint for record in records.values()}) == 1
 
 

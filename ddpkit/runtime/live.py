@@ -34,7 +34,7 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
 class LiveWorld:
-    """A set of ranks, joined by torch.distributed, that `run` cell after cell until they are closed.
+    """A set of ranks, joined by torch.distributed, that `run` one cell after another until closed.
 
     world_size: the number of ranks. They use NCCL if there is a GPU for each, or if NCCL is new
         enough (2.30) for ranks to share one; otherwise Gloo on the CPU.

@@ -243,7 +243,7 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the index of this thread's waiting mark on the board: 0 to 7, where others share 7.
+        """Return the index of this thread's waiting mark on the board, 0 to 7; others share 7.
 
         The mark says in which collective call, send or receive the thread waits, for the report of
         a hang. The thread gets one at its first call, and keeps it as long as it lives. A C++
