@@ -295,15 +295,15 @@ def _run_clip(answer, size):
     seen, group = {}, group_of(size)
     begun = len(recorder().records)
     for what, max_norm in CASES.items():
-        copies = {nn.Parameter(torch.zeros(7)): 1}  # not used, so without a gradient
+        copies, given = {nn.Parameter(torch.zeros(7)): 1}, []  # not used, so without a gradient
         for numbers, split in _gradients(dist.get_rank(), what).values():
             parameter = nn.Parameter(torch.zeros(len(numbers)))
-            parameter.grad = torch.tensor(numbers)
+            given.append(torch.tensor(numbers))  # to be shortened in place
+            parameter.grad = given[-1]
             copies[parameter] = 1 if split else size
         norm = answer(copies, max_norm, group)
         seen[f"length, {what}"] = None if norm is None else round(float(norm), 3)
-        clipped = torch.cat([p.grad for p in copies if p.grad is not None])
-        seen[f"gradients, {what}"] = Rounded(clipped.tolist(), 3)
+        seen[f"gradients, {what}"] = Rounded(torch.cat(given).tolist(), 3)
     return seen | {SPARE: spare(recorder().records[begun:], len(CASES))}
 
 
