@@ -190,7 +190,7 @@ WRONG = {
     ),
     "nobody averages": (
         in_parallel(lambda model: model),
-        ["each rank has its own", "their mean is right: nobody averages them"],
+        ["each rank has its own; their mean: ×1", "their mean is right: nobody averages them"],
     ),
     "the last alone": (
         in_parallel(LastAveraged),

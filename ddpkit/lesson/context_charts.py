@@ -1,5 +1,4 @@
-"""Draw the animation and the charts of notebook 13; functions to be launched compute what they
-show.
+"""Draw the animation and the charts of notebook 13; launched functions compute what they show.
 
 The animation steps through ring attention, in which keys and values travel from rank to rank, one
 rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,

@@ -95,7 +95,7 @@ class Record:
         sender, receiver and tag. issued, started, done: when the rank made the call, when the
         transfer began, when it was complete. waited: when the rank first began to wait for it.
     values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
-        those that arrived; otherwise None. memory: all numbers around them, if one tensor has both.
+        those that arrived; otherwise None. memory: the whole storage of the call's tensor.
     """
 
     said: Said
@@ -115,7 +115,8 @@ class Record:
     values: list | None = None  # the numbers that the rank handed in
     result: list | None = None  # the numbers that arrived
     # (number of the tensor's storage, in the order in which the rank's records first kept them; the
-    # tensor's offset in it, in elements; all its elements, as they are after the call)
+    # tensor's offset in it, in elements; all the elements of the storage: before the call or, if
+    # the call fills them, after it)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -156,8 +157,7 @@ class Record:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the size of the call in bytes, by which an emulated link computes how long it
-        takes.
+        """Return the bytes of the call, from which an emulated link computes how long it takes.
 
         For an all_gather or gather, to which each rank brings a part of `bytes` bytes, this is the
         size of all parts together. For other operations it is `bytes`, what this rank handed in.
@@ -213,8 +213,7 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write a call with all its fields into its slot on the page of `rank`, or rewrite it
-        there.
+        """Write a call with all its fields into its slot on the page of `rank`, or rewrite it.
 
         Another process may read at any moment. It sees a new call only once the page's count of
         calls has grown, and `records` reads again only once its count of events, which are writes,
@@ -312,8 +311,7 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
-        """Pickle `note` into the page of `rank`, from the page's word `at` on; return whether it
-        fits.
+        """Pickle `note` into the page of `rank`, from its word `at` on; return whether it fits.
 
         If it needs more than the 128 words (_NOTE) of a note, nothing is written.
         """
@@ -449,8 +447,7 @@ class Board:
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Write into this board the page of a rank of another machine, a copy that `page` made
-        there.
+        """Write the page of another machine's rank into this board; `page` made the copy there.
 
         The counts come last, so that `records` reads again only once all else is there.
         """

@@ -29,8 +29,7 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """Return a `Run`, as `launch` would have, with what there is: the ranks' output and
-        records.
+        """Return a `Run`, as `launch` would have, with what there is: outputs and records.
 
         Every result in it is None, and the seconds are NaN. `error.run.trace(path)` writes the
         ranks' calls on a time axis, for https://ui.perfetto.dev.

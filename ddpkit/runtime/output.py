@@ -41,11 +41,10 @@ class Output:
         self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Return the output so far, as text; beyond 2 MB (`KEPT_BYTES`), its first and last million
-        bytes.
+        """Return the output so far, as text; of more than 2 MB (`KEPT_BYTES`), both ends.
 
-        Between these a line says how much is left out. Messages that Gloo and NCCL print are
-        dropped.
+        These are its first and last million bytes; between them a line says how much is left out.
+        Messages that Gloo and NCCL print are dropped.
         """
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:

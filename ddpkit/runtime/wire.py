@@ -514,8 +514,7 @@ def _through_link(recorder: Recorder, record: Record, wait: Callable):
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
-    """Wait for a collective and the delay of an emulated link; then complete the future
-    `delivered`.
+    """Wait for a collective and the emulated link's delay; then complete the future `delivered`.
 
     It runs in the group's own thread, one call after the other. The record notes the end of the
     call, unless there is an error, which is passed to the future.

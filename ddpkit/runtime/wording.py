@@ -47,8 +47,7 @@ class Member:
         return f"{self.name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
 
     def check_root(self, op: str, root: int):
-        """Raise ValueError if `root`, the number of a member in the group, is negative or too
-        large.
+        """Raise ValueError if `root`, a member's number in the group, is negative or too large.
 
         op: the operation that was called with it, for the text of the error.
         """
