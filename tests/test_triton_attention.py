@@ -186,7 +186,7 @@ def test_their_benchmark_can_end_in_its_part_of_make_gpu():
     every, cases = len(TUNED) * len(kernels.FORWARD), bench.cases("cuda")
     compiled = {case[:2]: every * EACH_S[case.head_size] for case in cases}
     variants = 1 + len(bench.PARTS) * (
-        len(bench.BACKENDS) + len((bench.PLAIN, bench.OURS, bench.TRITON, AGAIN))
+        len(bench.BACKENDS) + len((bench.PLAIN, bench.TRITON, AGAIN))
     )
     turns_s = (bench.ROUNDS + WARM_UP) * variants * bench.TURN_S
     seconds = sum(compiled.values()) + len(cases) * (every * TIMED_S + turns_s + STARTS_S)
