@@ -437,10 +437,16 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def messages(self, batch: list[tuple]):
         """Send and receive, all at once; a send goes when its receiver has come."""
+        arriving = [tensor for op, _, tensors in batch if op == "recv" for tensor in tensors]
+        own = [(op, *tensors) for op, peer, tensors in batch if peer == self.rank()]
+        batch = [message for message in batch if message[1] != self.rank()]
         self._connect_peers(batch)
 
         def run():
             come, data = torch.zeros(1), 0
+            sent, filled = ([x for op, x in own if op == which] for which in ("send", "recv"))
+            for source, target in zip(sent, filled, strict=True):
+                target.copy_(source)
             works = []
             for op, peer, tensors in batch:
                 if op == "recv":
@@ -453,7 +459,6 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
             for work in works:
                 work.wait()
 
-        arriving = [tensor for op, _, tensors in batch if op == "recv" for tensor in tensors]
         return self._launch(run, arriving, True)
 
     def _launch(self, run, arriving: list, asynchronous: bool, is_barrier=False) -> NCCLWork:
