@@ -117,11 +117,17 @@ class PyTorchPipeline:
     ):
         from torch.distributed.pipelining import PipelineStage
 
+        class Stage(PipelineStage):
+            def _get_init_p2p_neighbors_ops(self):
+                """Leave out neighbours on this rank: torch 2.11 greets them too, and Gloo can't."""
+                greetings = super()._get_init_p2p_neighbors_ops()
+                return [each for each in greetings if each.group_peer != self.group_rank]
+
         stages, micro_batches = _sizes(schedule)
         self.own = []
         for number, module in modules.items():
             device = next(module.parameters(), torch.empty(0)).device
-            self.own.append(PipelineStage(module, number, stages, device))
+            self.own.append(Stage(module, number, stages, device))
         self.engine = private("_PipelineScheduleRuntime")(self.own, micro_batches, loss)
         self.engine._prepare_schedule_with_comms(_actions(schedule))
 
