@@ -348,8 +348,9 @@ def distributed_tensor():
 
 
 def mlp():
-    with alike():
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(here())
+    with alike():  # where here() is "cpu"
+        module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    return module.to(here())
 
 
 def gradients(module):

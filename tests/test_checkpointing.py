@@ -16,13 +16,13 @@ from ddpkit import memory
 from ddpkit.checkpointing import (
     checkpoint,
     checkpoint_sequential,
+    random_state,
     selective_checkpoint,
     sequential_bytes,
 )
 from ddpkit.models import Block, torch_attention
 
 BOTH = pytest.mark.parametrize("way", [checkpoint, selective_checkpoint])
-STATE = torch.get_rng_state().nbytes
 
 
 def directly(fn, *args):
@@ -259,7 +259,11 @@ def test_a_checkpointed_block_keeps_what_is_predicted(way, dtype):
     terms = memory.checkpointed_activations(**SIZES, itemsize=dtype.itemsize, selective=selective)
     for attention in (torch_attention, memory.MaterialisedAttention(memory.ByteDropout(0.1))):
         block = Block(64, 4, 0.1, attention).to(dtype)
-        assert kept_bytes(way, block, x) == [term.nbytes for term in terms]
+        state, *rest = kept_bytes(way, block, x)
+        assert rest == [term.nbytes for term in terms[1:]]
+        # A GPU's generator has a state, too, of 16 bytes.
+        assert state == random_state().nbytes
+        assert terms[0].nbytes == torch.get_rng_state().nbytes
 
 
 # A stack in segments
@@ -271,7 +275,7 @@ def test_sequential_keeps_what_is_predicted(layers):
     x = torch.ones(100, 10, requires_grad=True)
     for segments in range(1, layers + 1):
         predicted = sequential_bytes(layers, segments, x.nbytes, x.nbytes)
-        states = (segments - 1) * STATE
+        states = (segments - 1) * random_state().nbytes
         end = x.nbytes  # the last tanh's result is kept, and isn't anybody's input
         kept = sum(kept_bytes(checkpoint_sequential, chain, segments, x))
         assert kept == predicted + states + end, segments

@@ -30,13 +30,14 @@ def work(n):
 """
 
 TELL = """
-import os, threading, time
+import glob, os, threading, time
 from ddpkit import Link, launch
 
 def cpp_threads():
-    # those that Python does not know
-    tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) - threading.active_count() if os.path.exists(tasks) else 0
+    # those that neither Python knows nor a GPU's driver has begun
+    names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+    others = [name for name in names if not name.startswith("cuda")]
+    return len(others) - threading.active_count() if names else 0
 
 before = cpp_threads()
 

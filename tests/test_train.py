@@ -200,8 +200,10 @@ def test_half_precision_computes_the_same_but_for_its_roundings(dtype):
     digits = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # of one rounding
     for found in launch(outcomes, configs(meshes, dtype=dtype, **options), world_size=2):
         for steps, _, _ in found:
+            off = []
             for one, other in zip(serial[0][0], steps, strict=True):
-                assert 0 < abs(other["loss"] - one["loss"]) < digits * one["loss"]
+                off.append(abs(other["loss"] - one["loss"]) / one["loss"])
+            assert 0 < max(off) < digits  # a single loss may be equal by chance
 
 
 # Checkpoints: saved on one mesh, loaded on another
