@@ -48,9 +48,9 @@ def tests(name: str, limit_s: int, *which: str) -> Part:
     return Part(name, limit_s, (*TESTS, "-m", "gpu", *which))
 
 
-# In the order in which a first run would go wrong. On an H200, one beside another, starts took 70 s,
-# PyTorch's own 88, hangs 70, most of the others 127, and the kernels' 133; alone, attention took 132
-# with kernels that were compiled before, and precision 20. Other benchmarks run on the CPU.
+# In the order in which a first run would go wrong. On an H200, beside each other, the starts took
+# 70 s, PyTorch's own 88, hangs 70, nearly all of the others 127 and of the kernels 133; alone, and
+# with kernels that were compiled, attention took 132, precision 20. Other benches run on the CPU.
 PARTS = [
     Part("doctor", 20, ("-m", "ddpkit.doctor")),
     tests("starts", 75, STARTS),
