@@ -31,9 +31,8 @@ def steps_of(counts, number=1):
     """The step of each rank, with `number` micro-batches; `counts` are the weights of all."""
     steps = []
     for first in range(0, len(counts), number):
-        parts = []
-        for seed in range(first, first + number):
-            parts.append({name: some_of(x) for name, x in gradients(seed).items()})
+        each = map(gradients, range(first, first + number))
+        parts = [{name: some_of(x) for name, x in found.items()} for found in each]
         steps.append(Step(gradients=added(counts), parts=parts))
     return steps
 

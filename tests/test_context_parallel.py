@@ -211,9 +211,7 @@ def test_in_order_the_last_rank_works_longest_and_zigzag_levels_it(world_size):
     n, hops = 10_000, range(world_size)
 
     def busy(deal):
-        by_hop = []
-        for hop in hops:
-            by_hop.append([scores_of_hop(deal, rank, hop, n // 2) for rank in hops])
+        by_hop = [[scores_of_hop(deal, rank, hop, n // 2) for rank in hops] for hop in hops]
         assert sum(map(sum, by_hop)) == n * world_size * (n * world_size + 1) // 2  # all, once
         if deal == zigzag(world_size):
             level = [{n * n // 2 + n // 2 * (hop == 0)} for hop in hops]

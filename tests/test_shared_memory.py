@@ -61,8 +61,8 @@ def every_call(check, parts, group=None, buffer=None):
 @on_ranks(1, 2, 3, 4)
 def test_dtypes_and_lengths(check, world_size):
     cases = [(29, dtype) for dtype in twin.DTYPES[world_size % 3 :: 3]]
-    for length in (0, 1, world_size - 1, world_size, 4 * world_size + 1):
-        cases.append((length, torch.float32))
+    lengths = 0, 1, world_size - 1, world_size, 4 * world_size + 1
+    cases += [(length, torch.float32) for length in lengths]
     for length, dtype in cases:
         every_call(check, [twin.whole(r, length, dtype) for r in range(world_size)])
 

@@ -133,9 +133,8 @@ def test_sub_groups_have_their_own_channel():
                 dist.broadcast(torch.ones(1), src=members[0], group=group)
 
     run = launch(two_groups, world_size=3)
-    said = []
-    for wire in run.wire:
-        said.append([(r.op, r.group, r.ranks, r.peer) for r in wire if r.op != "new_group"])
+    groups = [[r for r in wire if r.op != "new_group"] for wire in run.wire]
+    said = [[(r.op, r.group, r.ranks, r.peer) for r in wire] for wire in groups]
     first = "broadcast", "group [0, 2]", (0, 2), 0
     second = "broadcast", "group [1, 2]", (1, 2), 1
     assert said == [[first], [second], [first, second]]

@@ -126,12 +126,10 @@ class Trip:
 
     def _start(self, outgoing: tuple[Tensor, ...], incoming: list[Tensor]) -> None:
         """Start to send segments to the right neighbour, and to receive some from the left one."""
-        group = self.group
-        batch = []
-        for segment in outgoing:
-            batch.append(dist.P2POp(dist.isend, segment, group=group, group_peer=self.right))
-        for place in incoming:
-            batch.append(dist.P2POp(dist.irecv, place, group=group, group_peer=self.left))
+        to = {"group": self.group, "group_peer": self.right}
+        source = {"group": self.group, "group_peer": self.left}
+        batch = [dist.P2POp(dist.isend, segment, **to) for segment in outgoing]
+        batch += [dist.P2POp(dist.irecv, place, **source) for place in incoming]
         works = dist.batch_isend_irecv(batch) if batch else []  # NCCL: one handle for all
         self.sending += works[: len(outgoing)]
         self.receiving += works[len(works) - len(incoming) :]

@@ -731,20 +731,20 @@ def _batched(p2p_op_list):
 
     NCCL's messages on the wire are sent as one: torch batches messages only for its own class of
     group; one by one they would deadlock. A rank's messages to itself, which NCCL copies and Gloo
-    refuses, go with the others and aren't recorded: nobody else takes part in them.
+    refuses, go with the others and aren't recorded, as no other rank takes part in them.
     p2p_op_list: a list of `dist.P2POp`.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None
     streams = group._streams([first.tensor]) if isinstance(group, WireGroup) else None
-    others = [each for each in p2p_op_list if streams and each.group_peer != group.rank()]
+    others = [message for message in p2p_op_list if streams and message.group_peer != group.rank()]
     if not others:
         return _batch_isend_irecv(p2p_op_list)
     group.inner._start_coalescing(first.tensor.device)
-    for each in p2p_op_list:
-        if each.group_peer == group.rank():
-            copy = group.inner.send if each.op is dist.isend else group.inner.recv
-            copy([each.tensor], each.group_peer, each.tag)
+    for message in p2p_op_list:
+        if message.group_peer == group.rank():
+            copy = group.inner.send if message.op is dist.isend else group.inner.recv
+            copy([message.tensor], message.group_peer, message.tag)
     works = _batch_isend_irecv(others)
     streams.batch(works, partial(group.inner._end_coalescing, first.tensor.device))
     return works

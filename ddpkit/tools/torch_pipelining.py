@@ -119,9 +119,9 @@ class PyTorchPipeline:
 
         class Stage(PipelineStage):
             def _get_init_p2p_neighbors_ops(self):
-                """Leave out neighbours on this rank: torch 2.11 greets them too, and Gloo can't."""
+                """Leave out neighbours on this rank, whom torch 2.11 greets and Gloo can't."""
                 greetings = super()._get_init_p2p_neighbors_ops()
-                return [each for each in greetings if each.group_peer != self.group_rank]
+                return [message for message in greetings if message.group_peer != self.group_rank]
 
         stages, micro_batches = _sizes(schedule)
         self.own = []
