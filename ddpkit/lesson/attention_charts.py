@@ -43,8 +43,8 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
         speed}, a ceiling of the speed: a dashed line below which no curve of times can get.
     title: the heading of the chart and of its alt text.
 
-    The seconds differ between machines, so the alt text names curves and lengths, but states no
-    time. Used in notebook 09.
+    The seconds differ between machines, so the alt text names the curves and the lengths of
+    `ceiling`, but states no time. Used in notebook 09.
     """
     figure = _by_length(seconds, title, "s", ceiling)
     lengths = ", ".join(f"{length:,}" for length in ceiling)
@@ -79,7 +79,9 @@ def merge_tree(row: Sequence[float]) -> Picture:
 
     A box shows a pair (m, ℓ), where m is the largest of the numbers x that the box stands for, and
     ℓ the sum of e^(x − m) over them. The top line has a box for each number, the bottom line one
-    box for the whole row. The alt text lists the pairs of every line. Used in notebook 08.
+    box for the whole row. In between, neighbours are merged from line to line; if a line has an odd
+    number of boxes, its last is repeated in the next. The alt text lists the pairs of every line.
+    Used in notebook 08.
 
     row: 2 to 8 numbers, -inf for one that is masked.
     """
@@ -141,7 +143,7 @@ def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]
     Arithmetic intensity is the number of operations for each byte that is read from or written to
     memory. The line of a machine (its roofline) rises with the memory's bandwidth until it reaches
     the peak of the processor. A program is a point on the line of its machine. Both axes are
-    logarithmic.
+    logarithmic; that of intensity goes from 0.5 to 2000, and a program outside isn't drawn.
 
     roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}.
     programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.

@@ -27,10 +27,11 @@ def bucket_calculator(
 ) -> Calculator:
     """Return a widget with sliders for bucket cap and latency that predicts a step's timeline.
 
-    In backward of a training step gradients become ready one by one. They are collected in buckets,
-    each of which is full when it has as many bytes as the cap, and is then all-reduced. The picture
-    shows when gradients become ready and when buckets are sent, and the caption says how many
-    milliseconds of communication are exposed, which means not hidden behind backward.
+    In backward of a training step gradients become ready one by one. They are collected in buckets
+    of one dtype each. A bucket is all-reduced, by a ring, once its bytes reach the cap or it gets
+    no more gradients, and the all-reduce before it has ended. The picture shows when gradients
+    become ready and when buckets are sent, and the caption says how many milliseconds of
+    communication are exposed, which means not hidden behind backward.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
@@ -76,9 +77,9 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
     """Return {bucket cap in bytes: plan} for all caps that make a difference, each a power of two.
 
     A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
-    cap. A plan is a list of buckets, each a list of indices into `gradients`. The smallest cap
-    gives every gradient a bucket of its own; the largest, which is above the size of all gradients
-    together, puts all of a dtype into one. Of caps with the same plan, the largest is returned.
+    cap. A plan is a list of buckets in the order of sending, each a list of indices into
+    `gradients`. The smallest cap gives every gradient its own bucket; the largest, above the size
+    of all together, puts all of a dtype into one. Of caps with the same plan, the largest is kept.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
@@ -96,9 +97,9 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 def zero_calculator() -> Calculator:
     """Return a widget with sliders for model, ranks and stage that shows ZeRO's bytes on a rank.
 
-    In stage 0 each rank keeps everything. From stage 1 on it keeps only its part of the optimizer's
-    state, from stage 2 on only its part of the gradients as well, and in stage 3 of the parameters
-    as well. The widget shows what `zero_stage` returns. Used in notebook 07.
+    In stage 0 each of N ranks keeps everything. From stage 1 on it keeps only 1/N of the
+    optimizer's state, from stage 2 on only 1/N of the gradients as well, and in stage 3 of the
+    parameters as well. The widget shows what `zero_stage` returns. Used in notebook 07.
     """
     return Calculator(
         zero_stage,
@@ -114,7 +115,7 @@ def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
     They are those of parameters, gradients and optimizer state, in mixed precision with AdamW;
     activations aren't counted. The chart has a bar for each stage, with that of `stage`
     highlighted. The caption says for `stage` what a rank keeps, whether that fits on a GPU with 80
-    GB, and how many bytes the rank sends in a step.
+    GB, and how many bytes the rank sends in a step, by rings and with 2 bytes for a number.
 
     model: a key of `MODELS`, such as "7.5B". world_size: the number of ranks.
     stage: the stage that the caption is about, from 0 to 3.

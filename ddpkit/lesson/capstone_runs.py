@@ -23,8 +23,8 @@ from ..train import TrainConfig, Trainer, state_of, train, whole_parameters
 def losses_of(config: TrainConfig) -> list[float]:
     """Train to the last step; return the loss of each step that was taken, in order.
 
-    To be called on every rank, where it returns the same list. If the config's folder has a
-    checkpoint, training goes on from there, and the list begins after it.
+    To be called on every rank, where it returns the same list. If the config's folder has
+    checkpoints, training goes on from the latest undamaged one, and the list begins after it.
     """
     return [step["loss"] for step in train(config)[1]]
 
@@ -33,7 +33,7 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
     """Train to the last step; return the trained parameters as {name: whole tensor on the CPU}.
 
     To be called on every rank, where it returns the same tensors, whatever the sharding. If the
-    config's folder has a checkpoint, training goes on from there.
+    config's folder has checkpoints, training goes on from the latest undamaged one.
     """
     return whole_parameters(train(config)[0])
 
@@ -54,7 +54,7 @@ def same(one: tuple, other: tuple) -> bool:
     """Return whether two trainings have the same losses and parameters, to the last bit.
 
     one, other: (losses, {parameter's name: tensor}) of each training, as `twin_of` returns them.
-        Only the parameters that `one` names are compared.
+        Only the parameters that `one` names are compared. KeyError: `other` lacks one of them.
     """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)
@@ -66,7 +66,8 @@ def train_and_die(config: TrainConfig, at: int) -> None:
     To be called on every rank of a launch, which fails because of it. Steps count from 0. The
     process dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only the
     checkpoints in `config.folder` are left. Before it dies, rank 1 waits up to 60 seconds until the
-    last checkpoint that was due is saved.
+    last checkpoint that was due is saved; all 60 if `at` is less than `config.save_every`, since
+    none was due. `config.save_every` must not be 0.
     """
 
     def die(number: int) -> None:
@@ -117,11 +118,11 @@ def sent(run: Run) -> float:
 def flip_a_bit(folder: str | Path) -> Path:
     """Damage the newest checkpoint in a folder by changing one bit; return the checkpoint's path.
 
-    The newest checkpoint is the last, in alphabetical order, of those named `step-*`. The bit is in
-    the middle of one of its `.distcp` files, which hold tensors, and is changed on the disk. The
+    A checkpoint is a folder named `step-*`, the newest the last in alphabetical order. The bit is
+    in the middle of one of its `.distcp` files, which hold tensors, and is changed on the disk. The
     notebook then shows that reading the checkpoint finds the damage.
 
-    IndexError: the folder has no checkpoint.
+    IndexError: the folder has no checkpoint. StopIteration: the newest has no such file.
     """
     newest = sorted(Path(folder).glob("step-*"))[-1]
     file = next(newest.glob("*.distcp"))

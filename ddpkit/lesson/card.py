@@ -2,8 +2,8 @@
 
 The verdict gives a card its sign and its colours: True is a right answer (✓), False a failed check
 (✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card has its own light
-background, so it is legible in dark themes as well. All texts are plain text; words in backticks
-are shown as code.
+background, so it is legible in dark themes as well. All texts are plain text; in titles, paragraphs
+and questions, words in backticks are shown as code.
 """
 
 import html
@@ -58,6 +58,7 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
 
     look: the verdict on the guess, which gives the colours: True if it is right, "surprise" if it
         is wrong, None if the reader hasn't guessed.
+    question: plain text, in which `code` stands in backticks. answer: plain text, shown as it is.
     guess: what the reader entered; "" if nothing was entered, which leaves it out of the card.
     """
     sign, ink, _ = LOOKS[look]
@@ -86,8 +87,8 @@ def _paragraph(text: str) -> str:
     """Return plain text as an HTML paragraph.
 
     A text of several lines is kept verbatim in a code font. In a text of one line, words in
-    backticks are set as code, and the first word gets a capital letter unless an equals sign
-    follows it, as in an assignment.
+    backticks are set as code, and a first word of two or more small letters and a space gets a
+    capital letter, unless an equals sign follows, as in an assignment.
     """
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'

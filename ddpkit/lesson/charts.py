@@ -245,9 +245,10 @@ def bucket_timeline(
     """Draw when the gradients of a training step become ready and when their buckets are sent.
 
     A bucket is a group of gradients that one all-reduce sends; the times are predicted by
-    `cost.timeline`. The upper row is backward, with a line where each gradient becomes ready; the
-    lower row has a bar for each bucket's all-reduce, in the same colour as its gradients. Red is
-    communication that is exposed, which means that it goes on after backward has ended.
+    `cost.timeline`, for rings, one after the other. The upper row is backward, with a line where
+    each gradient becomes ready; the lower row has a bar for each bucket's all-reduce. Buckets and
+    their gradients are orange and blue in turn. Red is communication that is exposed, which means
+    that it goes on after backward has ended.
 
     plan: the buckets in the order in which they are sent, each a list of gradient indices.
     ready_s: for each gradient, the seconds after backward began at which it is ready.
@@ -364,8 +365,8 @@ def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
 def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     """Draw a flat buffer as two bars: the parameters in it, and below them the shard of each rank.
 
-    A shard is the part of the buffer that one rank keeps. All are equally long, so the buffer may
-    be padded at its end.
+    A shard is the part of the buffer that one rank keeps. All are equally long, so the buffer is
+    padded at its end to a multiple of `world_size`.
 
     numels: {name of the parameter: number of elements}, in the order of the buffer. A name is left
         out where its bar is too short for it.
@@ -518,9 +519,9 @@ def fitted(
 
     fit: the model, which predicts seconds from bytes.
     measured: the measurements that the model was fitted to, drawn as full points. All have the
-        algorithm and the number of ranks of the first one.
-    held_out: measurements that the model wasn't fitted to, drawn as hollow points, which show
-        whether it predicts.
+        algorithm and the number of ranks of the first one; so have those of `held_out`.
+    held_out: measurements, at least one, that the model wasn't fitted to, drawn as hollow points,
+        which show whether it predicts.
     title: the heading; it should say so if the link between ranks was emulated.
 
     The alt text counts the points and states no time. Used in notebook 02.
@@ -562,8 +563,8 @@ def crossing(
 ) -> Picture:
     """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
-    Both axes are logarithmic. A circle and a dashed line mark each size at which a different
-    algorithm becomes the fastest.
+    Both axes are logarithmic; sizes go from 1 kB to 10 MB, or further if a mark or point needs it.
+    A circle and a dashed line mark each size at which a different algorithm becomes the fastest.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
@@ -611,6 +612,7 @@ def takeovers(
     size first; an empty list if the same algorithm is always the fastest.
 
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
+    world_size: the number of ranks.
     """
     pairs = itertools.permutations(algorithms, 2)
     crossings = {cost.crossover(*pair, world_size, model) for pair in pairs}
@@ -676,8 +678,8 @@ def tries(
 ) -> Picture:
     """Draw a reader's tries at an exercise that is scored by two numbers, both better when smaller.
 
-    made: the two scores (x, y) of each try, in the order of the tries; a line connects them. A try
-        is hollow if another one is at least as good in both scores.
+    made: the two scores (x, y) of each try, in order, at least one; a line connects them. A try is
+        hollow if one with other scores is at least as good in both.
     labels: the names of x and y, with their units.
     par: the x that the library's own solution reaches, drawn as a dashed line; None for no line.
     bound: the smallest x that is possible; the area below it is grey. None for no area.

@@ -25,7 +25,7 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
     ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
-        list of frames gives False.
+        list of at least one frame gives False.
     """
     *hops, end = frames
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
@@ -42,10 +42,10 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
 
 
 def place(rank: float, world_size: int) -> tuple[float, float]:
-    """Return the pixel coordinates (x, y) of a rank's centre on the circle.
+    """Return (x, y) of a rank's centre, in pixels from the upper left corner of the picture.
 
-    Ranks are placed clockwise, with rank 0 at the top. A fractional rank lies between its
-    neighbours: 0.5 is halfway between ranks 0 and 1.
+    Ranks are placed clockwise on the circle, which is wider than high, with rank 0 at the top. A
+    fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
     """
     angle = 2 * math.pi * rank / world_size - math.pi / 2
     return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
@@ -63,7 +63,7 @@ def cells_of(frame: Frame, rank: int) -> list[Owner]:
 
 
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
-    """Return the pixel coordinates (x, y) of a cell's upper left corner in a picture of ranks.
+    """Return (x, y) of a cell's upper left corner, in pixels from that corner of the picture.
 
     The ranks stand on a circle, and each has a row of cells, which show the elements of its data.
 
@@ -77,8 +77,8 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
     frame: one that `film.hop_by_hop` returns, for a hop (messages that travel at the same time) or
-        for the end; the text of its event is the picture's alt text.
-    title: the line above the circle.
+        for the end, of a run that `is_round`. The text of its event is the picture's alt text.
+    title: the text above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)
     canvas.text(MIDDLE_X, 26, title, page.NORMAL)
@@ -122,9 +122,9 @@ def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool
 
 
 def _draw_message(canvas: Canvas, message: Frame, world_size: int):
-    """Draw the cells of a message, halfway between its sender and its receiver.
+    """Draw the cells of a message in a row, the first halfway between its sender and its receiver.
 
-    In the browser they travel from the sender's cells to those of the receiver.
+    In the browser they travel from the sender's cells to those of the same indices at the receiver.
 
     message: the frame of a single message, one of those in `Frame.sent`.
     """

@@ -45,9 +45,10 @@ def blocks_computed(
 ) -> tuple[list[Seen], float]:
     """Run ring attention on this rank, and note which blocks of the score matrix it computes.
 
-    Return (blocks in the order of computing, share of the time in which the rank computed rather
-    than waited). A block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal);
-    in hop h the rank has the keys of rank − h. Call it on all ranks.
+    Return (blocks in the order of computing, share of the time that the rank slept for them). A
+    block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal); in hop h the
+    rank has the keys of rank − h, modulo the number of ranks. Time runs from one barrier to
+    another, so until the slowest rank has ended. Call it on all ranks.
 
     deal: for each rank, the indices of the two chunks of the sequence that it has.
     causal: leave out blocks whose keys all come after the queries.
@@ -280,7 +281,7 @@ def crossing(
     marks the number of heads for which ring and all-to-all send equally much. The alt text states
     it, and the most bytes that were measured.
 
-    measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}.
+    measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.
     unit: the bytes of one head's keys on a rank.
     """

@@ -21,8 +21,8 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
-    A number has the colour of the rank that it came from, found by its value; it is grey if it
-    comes from several ranks, as a sum does, or if several had it. Used in notebook 01.
+    A number has the colour of the rank that it came from, as `find_owners` finds it; it is grey if
+    that is unknown, as for a sum, or if several other ranks had its value. Used in notebook 01.
 
     pairs: for each rank, (before, after), for example what `launch` returned if the function
         returned that pair. Each is a tensor or list of any length, or None for nothing.
@@ -52,8 +52,8 @@ class Change:
     """A drawing of what a collective call did: each rank's numbers before, an arrow, those after.
 
     by_rank: the argument, {rank: (numbers before, numbers after, owners of the numbers after)}.
-        Numbers are a list, or None if there are none. A number's owner is the rank that
-        contributed it, a frozenset of ranks for a sum over them, or None if that is unknown.
+        Numbers are a list, or None if there are none. A number's owner gives its box the colour:
+        the rank that contributed it, a frozenset of ranks for a sum, or None if that is unknown.
 
     Attributes computed from `by_rank`, the same for all ranks, so that rows are aligned:
     cell: the width of a number's box, in pixels. per_line: the most boxes in a line, [before,
@@ -170,8 +170,8 @@ def find_owners(
 def traffic(run_or_runs) -> Picture:
     """Draw the bytes that each rank sent and received, a panel for each run.
 
-    Each panel and the alt text state the total and the busiest rank. Only messages (sends and
-    receives) are counted, because what torch's own collectives send isn't recorded.
+    Panels and alt text state the bytes sent in all, and the busiest rank by sent plus received.
+    Only messages (sends and receives) count: what torch's own collectives send isn't recorded.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}; all panels share a scale.
     """
@@ -209,7 +209,9 @@ def traffic(run_or_runs) -> Picture:
 
 
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
-    """Return two texts about a run: the bytes sent in all, and which ranks moved most bytes.
+    """Return two texts about a run: the bytes sent in all, and the busiest ranks with their bytes.
+
+    A rank's bytes are those sent plus those received; equals are all named, unless all have 0.
 
     sent, received: for each rank, the bytes that it sent, and the bytes that it received.
     """
@@ -262,7 +264,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     """Draw when each rank computed, when it waited, and when its calls were on the wire.
 
     A rank has two lanes: its program above, its communication below. Where the lower lane is busy
-    while the upper one computes, the two overlap. A run in which no rank made a call is left out;
+    while the upper one computes, the two overlap. A run without calls that are drawn is left out;
     if that is true of all runs, the picture says so in words.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}, drawn as stacked panels with a
@@ -332,7 +334,7 @@ class Part:
     wire: for each rank, the records of its calls in this part.
     begun: for each rank, the end of that last call; if it made none, the time at which it made its
         first call, or inf if it made no call at all.
-    start, end: the earliest time in `begun`, and the latest time in the records of this part.
+    start, end: the earliest time in `begun`, and the latest in this part's records (0.0 if none).
     link: the network that the launch emulated, in words; "" if there was none.
     calls: how often each rank called each operation in this part, in words.
     """
@@ -381,6 +383,9 @@ def last_known(records: Sequence) -> float:
 def _draw_program(axes, part: Part, rank: int, turned: float | None):
     """Draw the upper lane of a rank: grey where it computes, white where it waits.
 
+    It waits from the moment when it begins to wait for a call until that is complete or, if it
+    never is, until the last time in the rank's records, where the lane ends.
+
     turned: the time at which backward began, by `time.perf_counter()`; before it the grey is
         lighter. None for one shade.
     """
@@ -401,12 +406,12 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict[str, str]:
     """Draw the lower lane of a rank, below that of computing: a box for each of its calls.
 
-    A box goes from the beginning of the call to its end. part: what of the run is drawn.
-    On a GPU each stream has a lane of its own, the first on top. Where calls overlap, the one that
-    ends first lies in front, so that the longer one stays visible after it. Return {initials: name
-    of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
+    A box goes from the beginning of the call to its end or, without one, to the last time in the
+    rank's records. On a GPU each stream has a lane, the first on top. Where calls overlap, the one
+    that ends first lies in front, so that the longer one stays visible after it. Return {initials:
+    name of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
-    longest: the seconds that the time axis spans.
+    part: what of the run is drawn. longest: the seconds that the time axis spans.
     named: write the operation's name on each box that has room for it, or its initials if only they
         fit; with several streams nothing is written. False: write nothing.
     """

@@ -51,17 +51,18 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 class Frame:
     """One picture of an animation: an event of the run, and every rank's elements just after it.
 
-    An event is a message sent or received, or a collective call. The owner of an element is the
-    rank that contributed it: an int, a frozenset of ranks if it is a sum over several, or None if
-    that is unknown. A hop is all messages that travel side by side.
+    The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it is a
+    sum over several, or None if that is unknown. A hop is all messages that travel side by side.
 
+    event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
         that the run's records give it or, for the result of a collective call, the call's name.
     flying: (sender, receiver) of each message in flight other than the event's own.
     status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events up to this one of the kinds "differ", "stuck", "lost" and "failed", which
         `replay.Event` explains.
-    marked: {rank: (buffer, range of indices)} of the elements that the event's message moves.
+    marked: {rank: (buffer, range of indices)} of the elements that the event's message moves, at
+        its sender if it is sent, at its receiver if it is received; {} if values weren't kept.
     owners: the owner of each element of the event's message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
     holdings: for each rank, its `Holdings` (buffers, and the owners of the numbers in them) at the
@@ -89,7 +90,7 @@ class Holdings:
         `look` (a send), `take` (a receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
         unknown owner. A buffer has the key that it has in `Frame.memory`.
-    heard: whether the rank has received anything yet; until then all its numbers are its own.
+    heard: whether it has got a message or a collective's result; before, its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
         of the rank was last seen to change; the next change may be the addition of such a message.
     """
@@ -131,11 +132,11 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        A number's owners are the ranks that contributed it. Messages in `arrived` that are as long
-        as the changed part of the buffer are laid beside it. If a number is its old value plus all
-        numbers beside it, or plus any one that has arrived, it belongs to the owners of all of
-        these. Otherwise it is this rank's own if the rank has received nothing yet, and of unknown
-        owner if it has. Once a number has changed, `arrived` is emptied.
+        A number's owners are the ranks that contributed it. Only messages in `arrived` that came
+        into other buffers count; those as long as the changed part are laid beside it. If a number
+        is its old value plus all numbers beside it, or plus any one that has arrived, it belongs to
+        the owners of all of these. Otherwise it is this rank's own if the rank has received nothing
+        yet, and of unknown owner if it has. Once a number has changed, `arrived` is emptied.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.
@@ -277,8 +278,8 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     their way, and those of earlier hops as arrived; the last frame shows what ranks hold in the
     end.
 
-    frames: what `film` returned for events that are sends and receives only, where every message
-        was received.
+    frames: what `film` returned, at least one, for events that are sends and receives only, where
+        every message was received.
     run: what `launch` returned, since the last frame shows what the ranks' functions returned; or
         the LaunchError of a failed launch, whose ranks returned nothing.
     """
@@ -310,9 +311,9 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
     A buffer is a number or a call's name, as in `Frame.memory`. If a rank's function returned as
-    many numbers as the
-    buffer that the rank used first has, they replace those in the buffer: no message shows, for
-    example, the last sum of a reduce-scatter. `last.holdings` is changed in place.
+    many numbers as the buffer that the rank used first has, they replace those in the buffer: no
+    message shows, for example, the last sum of a reduce-scatter. `last.holdings` is changed in
+    place.
 
     last: the last frame that `film` returned.
     run: the `Run` that it shows, or the LaunchError of a failed launch, which returned nothing.

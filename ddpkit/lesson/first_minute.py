@@ -94,7 +94,7 @@ class FourRanks(Live):
         )
 
     def break_it(self, label: str) -> None:
-        """Launch a broken function; show its code, then the error and each rank's last calls.
+        """Launch a broken function; show in `report` its code, its error and the ranks' last calls.
 
         label: the clicked button's label, a key of `BREAKS`, which has the function's source.
         """

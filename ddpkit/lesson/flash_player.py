@@ -129,7 +129,7 @@ def describe(tile: Tile) -> str:
 
 
 def _named(one: str, several: str, span: range) -> str:
-    """Return a range of indices in words, such as "key 3" for range(3, 4) or "keys 2 to 3".
+    """Return a range of indices in words, such as "key 3", or "keys 2 to 3" for range(2, 4).
 
     one, several: the noun in the singular and in the plural.
     """
@@ -142,7 +142,7 @@ def _typeset(value: float) -> str:
 
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
-    """Draw the matrix of scores with its current tile, and beside it the state of each row.
+    """Draw the matrix of scores with its current tile, and each row's state after that tile.
 
     scores: the matrix, of shape (queries, keys). steps: all its tiles, in order.
     step: the number of the current tile, counted from 1.

@@ -51,7 +51,7 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
-        """Return the typed number in each format, but in the chosen one `number`, with its bits."""
+        """Return the present value rounded to each format; in the chosen one it is `number`."""
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)
@@ -146,7 +146,7 @@ float_explorer = FloatExplorer  # called like the other widgets
 def parse(text: str) -> float:
     """Return the number that a text stands for, such as "0.1", "1e-8", "1/3", "inf", "nan", "-0".
 
-    ValueError: the text is neither a number nor a fraction such as "1/3".
+    ValueError: the text is neither a number nor a fraction of integers, or a denominator is 0.
     """
     try:
         return float(Fraction(text)) if "/" in text else float(text)
@@ -158,8 +158,8 @@ def parse(text: str) -> float:
 def float_bits(numbers: Sequence[floats.Number], chosen: floats.Number) -> Picture:
     """Draw the bits of several floating-point numbers, a row for each number.
 
-    Colours tell sign, exponent and fraction apart. Rows are aligned so that the fractions begin
-    below each other. The alt text states the bits and the values.
+    Colours tell sign, exponent and fraction apart, and the value stands below the bits. Rows are
+    aligned so that the fractions begin below each other. The alt text states bits and values.
 
     numbers: a number for each row, each in its own format.
     chosen: the number whose row is highlighted; it must be the same object as in `numbers`.

@@ -14,7 +14,7 @@ from .widgets import Calculator, Slider
 def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
     """Draw the rows of some parameters in the colours of the ranks that keep them, and the padding.
 
-    Each parameter is split separately: every rank keeps ⌈rows / world_size⌉ rows of it, and where
+    Each parameter is split separately: each rank keeps the next ⌈rows / world_size⌉ rows, and where
     rows run out, dashed boxes are padding. The alt text says how many rows of each parameter each
     rank has. Used in notebook 12.
 
@@ -126,9 +126,9 @@ def worth(
     """Return (caption, chart) that compare the times of sending and computing in a transformer.
 
     The chart has a row for each network (a key of `WIRES`: NVLink 4, 400 Gbit, 100 Gbit), and in it
-    a mark for each kind of parallelism, at the seconds of sending for each second of computing.
-    Left of the dashed line, sending takes less time. The alt text states the numbers.
-    `worth_calculator` calls this with its sliders.
+    a mark for each kind of parallelism, at the seconds of sending for each second of computing, by
+    `cost.sending_over_computing`. Left of the dashed line, sending takes less time. The alt text
+    states the numbers. `worth_calculator` calls this with its sliders.
 
     tokens: the tokens of a rank's batch; for ring attention, those of one sequence on the rank.
     width: the model's width, which is how many numbers it has for each token.
@@ -171,8 +171,8 @@ def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
     Each kind has a y of its own in the row, so that ZeRO-1 isn't hidden by data parallel, which has
     the same ratio.
 
-    place: the y of the row's middle. ratios: {kind of parallelism: seconds of sending for a second
-        of computing}.
+    place: the row's number, from 0 at the top, which is also the y of its middle.
+    ratios: {kind of parallelism, a key of `MARKERS`: seconds of sending for a second of computing}.
     """
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):

@@ -94,7 +94,7 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
     parameters' `.grad`; nothing is returned.
 
     quiet: keyword arguments of `no_sync`. All micro-batches but the last run inside `with
-        model.no_sync(**quiet)`, so they don't send. None or {}: `no_sync` isn't used.
+        model.no_sync(**quiet)`, without the messages that it leaves out. None or {}: it isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -128,7 +128,7 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
     "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`, where a
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
-    by its bytes, so no two units may have the same size.
+    by its bytes; of units with the same size the last one is named. To be called on all ranks.
 
     KeyError: a call has the bytes of no unit, such as one for parameters outside of `model.blocks`.
     """
@@ -143,8 +143,8 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
     """Measure how fast this rank multiplies matrices; return its best speed in FLOP/s.
 
-    The matrices are (rows, width) and (width, width), and the fastest of `rounds` products counts.
-    Call it on all ranks at once, because there is a barrier before each product.
+    The matrices are (rows, width) and (width, width), in fp32. The fastest of `rounds` products
+    counts, as 2 rows width² FLOP. Call it on all ranks at once: there is a barrier before each one.
     """
     x = torch.randn(rows, width)
     weight = torch.randn(width, width)
@@ -156,7 +156,7 @@ def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
     """Measure the network by all-gathers; return the most bytes that this rank sends in a second.
 
     In an all-gather of W ranks it sends (W − 1)/W of `nbytes`.
-    nbytes: the bytes of the gathered tensor, the parts of all ranks together.
+    nbytes: the bytes of the gathered tensor, the parts of all ranks together; a multiple of 4 W.
     rounds: how many all-gathers are timed; the fastest counts.
 
     Call it on all ranks at once, because there is a barrier before each all-gather.
@@ -180,7 +180,7 @@ def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
 
 
 def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Call a function `rounds` times, each after a barrier; return the shortest time in seconds."""
+    """Call a function `rounds` times, each after a barrier; return the fastest call's seconds."""
     took = []
     for _ in range(rounds):
         dist.barrier()

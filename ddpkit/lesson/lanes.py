@@ -18,9 +18,9 @@ def lanes(error: LaunchError) -> Picture:
 
     A filled circle is a call that was completed, an open circle a call that wasn't. If a rank made
     more than `MOST` (14) calls, its first calls are left out, and the same number of every other
-    rank's. The alt text gives each rank's number of calls, and the call in which it is waiting.
+    rank's. The alt text gives each rank's number of calls, and its last open call, where it waits.
 
-    error: what `launch` raised; its `wire` has the records of each rank's calls.
+    error: what `launch` raised; its `wire` has the records of each rank's calls, the last 256.
     ValueError: no rank made a call, so there is nothing to draw.
     """
     made = max(map(len, error.wire), default=0)

@@ -107,7 +107,7 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     sum. Used in notebook 06.
 
     terms: the kept tensors, as `ddpkit.memory.block_activations` returns them for materialised
-        attention and dropout. (): draw the operations alone.
+        attention and dropout, in this order, which gives each its place. (): no stamps.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -171,8 +171,8 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
     """Draw which share of the bytes that a block keeps are attention weights, by sequence length.
 
-    A transformer block keeps tensors from forward until backward. The alt text states the shares at
-    the first and the last length. Used in notebook 06.
+    The block keeps them from forward to backward; weights are what `attention_weights` finds. The
+    alt text states the shares at the first and the last length. Used in notebook 06.
 
     terms_of: function from a length in tokens to the list of terms (kept tensors with their bytes)
         that `ddpkit.memory.block_activations` returns for it.
@@ -289,7 +289,8 @@ def training_bytes(
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
     precision: "fp32"; "mixed", with parameters and gradients of 16 bits and an fp32 copy in the
-        optimizer; "mixed, fp32 gradients"; or "bf16". attention: "materialised" or "flash".
+        optimizer; "mixed, fp32 gradients"; or "bf16" for all three. The activations of blocks have
+        the parameters' format. attention: "materialised" or "flash".
     dropout: whether the model has dropout, whose masks are then kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.

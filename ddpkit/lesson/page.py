@@ -64,7 +64,7 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Return "black" or "white", whichever is easier to read on `fill`, such as "#0072B2"."""
+    """Return the ink to write on `fill`: "white" on BLUE, BLACK, WINE, WRONG, otherwise "black"."""
     return "white" if fill in (BLUE, BLACK, WINE, WRONG) else "black"
 
 
@@ -72,7 +72,8 @@ class Picture:
     """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
     A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
-    fit the window. Widgets show its `svg`, whose shapes may move.
+    fit the window. Widgets show its `svg`, in which boxes and texts move that a `Canvas` drew with
+    a `gid`. Both are bytes.
 
     figure: a finished matplotlib figure. It is changed: it gets a grey frame, and lines and arrows
         too pale for white are darkened.
@@ -283,7 +284,7 @@ class Canvas:
     What is drawn later covers what was drawn before. `picture` returns the result.
 
     width, height: the size of the page, in pixels.
-    gid: None, or what `moving` returned, to make shapes move that are drawn while it is set.
+    gid: None, or what `moving` returned: boxes and texts that are drawn while it is set will move.
     """
 
     def __init__(self, width: float, height: float):
@@ -373,11 +374,11 @@ class Canvas:
         """Draw numbers side by side, each in a box of its owner's colour.
 
         x, y: the upper left corner of the first box, in pixels. width: of a box, in pixels.
-        values: the numbers. A None among them is drawn as an empty, dashed box; for an empty list,
-            one such box is drawn.
+        values: the numbers. A None among them is drawn as an empty, dashed box; for an empty list
+            or None, one such box is drawn.
         owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum
             over them, which is drawn with a stripe for each; None, drawn in grey, if unknown.
-        per_line: the number of boxes in a line; by default all.
+        per_line: the number of boxes in a line, which is 36 (ROW) pixels high; by default all.
         marked: the indices of the numbers that get a thick frame.
         """
         if not values:
@@ -417,8 +418,9 @@ class Canvas:
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
-    The shapes that are drawn while it is set travel from `start` to `end`, each an offset (x, y) in
-    points (72 to an inch) to the right of and below the place where they are drawn.
+    Boxes and texts that are drawn while it is set travel from `start` to `end`, each an offset
+    (x, y) in points (72 to an inch) to the right of and below the place where they are drawn, which
+    is where the PNG shows them.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
@@ -426,7 +428,7 @@ def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
 def cell_width(*rows: Sequence | None) -> float:
     """Return the width of a cell, in pixels, that fits the longest number in any of the rows.
 
-    rows: lists of numbers; a row that is None counts as empty.
+    It is at least 44. rows: lists of numbers; a row that is None counts as empty.
     """
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

@@ -21,8 +21,7 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 class Map:
     """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    lit: the row to highlight, by what its parallelism cuts, such as "batch" or "layers"; None: no
-        row.
+    The text leaves out the notebooks. lit: the row to highlight, as for `where`; None: no row.
     """
 
     def __init__(self, lit: str | None):
@@ -45,8 +44,8 @@ class Map:
 def where(lit: str | None = None) -> Map:
     """Return the table of parallelisms, which a notebook cell shows, with one row highlighted.
 
-    lit: the row to highlight, named by what its parallelism cuts, such as "batch" or "layers"; None
-        for no row.
+    lit: the row to highlight, named by what its parallelism cuts: "batch", "states", "layers",
+        "width", "tokens" or "experts"; None for no row.
     ValueError: there is no such row; the message lists all rows.
     """
     if lit is not None and lit not in MAP:
@@ -55,7 +54,7 @@ def where(lit: str | None = None) -> Map:
 
 
 def _line(mark: str, words: list[str]) -> str:
-    """Return a row of the text table: `mark` ("→ " or two spaces), then each word in its column."""
+    """Return a row of the text table: `mark` ("→ " or two spaces), then four words in columns."""
     padded = [f"{word:{width}}" for word, width in zip(words, WIDTHS, strict=True)]
     return (mark + "".join(padded)).rstrip()
 

@@ -3,7 +3,8 @@
 A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]], in which
 "1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
 backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
-of its weights. The bubble is the share of the ranks' time in which they are idle.
+of its weights. The bubble is the idle share of the ranks' time, which for each goes from the begin
+of the first action on any rank to the end of the last on any.
 
 ticks: how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
 A schedule is refused, with a ValueError, if an action is malformed, is missing or occurs twice, or
@@ -71,7 +72,8 @@ def bubble(schedule: schedules.Schedule, **ticks: float) -> float:
 def bubble_of_run(spans: Sequence[Timed]) -> float:
     """Return the idle share of all ranks' time in a measured run: 0.25 is a quarter of it.
 
-    spans: for each rank, the [(action, begin, end)] of its pipeline, in seconds.
+    Each rank's time goes from the first begin to the last end on any rank; waiting for messages is
+    idle. spans: for each rank, its `Pipeline.spans`, [(action, begin, end)] in seconds, in order.
     """
     return _idle(_measured(spans))
 
@@ -90,7 +92,7 @@ def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[S
 def _measured(spans: Sequence[Timed]) -> list[Spans]:
     """Return, for each rank, {action: (begin, end)} in milliseconds since the first action began.
 
-    spans: for each rank, [(action, begin, end)], in seconds.
+    spans: for each rank, [(action, begin, end)] in order, not empty, in seconds of the same clock.
     """
     start, rows = min(row[0][1] for row in spans), []
     for row in spans:
@@ -99,9 +101,9 @@ def _measured(spans: Sequence[Timed]) -> list[Spans]:
 
 
 def _idle(rows: Sequence[Spans]) -> float:
-    """Return the idle share of all ranks' time, from the start to the last end on any rank.
+    """Return the idle share of all ranks' time, from time 0 to the last end on any rank.
 
-    rows: for each rank, {action: (begin, end)}, counted from the start.
+    rows: for each rank, {action: (begin, end)}; time 0 is the begin of the first action on any.
     """
     whole = max(end for row in rows for _, end in row.values())
     busy = sum(end - begin for row in rows for begin, end in row.values())
@@ -164,7 +166,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     """Return a widget with a slider that steps through a simulated pipeline run, tick by tick.
 
     It shows what each rank does, and how many micro-batches' activations it holds. Used in
-    notebook 10.
+    notebook 10. Ticks should be whole numbers: of two actions within a tick it names the first.
 
     ticks: how long a forward F, a backward B, its input part I and its weight part W take.
     ValueError: the schedule is refused.
@@ -254,7 +256,8 @@ def pipeline_calculator() -> Calculator:
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
     """Return (caption, picture) of a schedule, for one setting of `pipeline_calculator`'s sliders.
 
-    stages: the number of ranks, each with one pipeline stage or, if "interleaved", with two.
+    stages: the number of ranks, each with one pipeline stage or, if "interleaved", with two whose
+        actions take half as long.
     micro_batches: the number of micro-batches in a step.
     schedule: "GPipe", "1F1B", "interleaved" or "zero bubble", a key of SCHEDULES.
     """

@@ -4,8 +4,9 @@
 `launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
 records of the ranks' calls into a list of events, `film` finds every rank's numbers after each
 event (a frame), and this module draws the frames, one for each step of the slider. A step may also
-show a whole hop, all messages that travel at the same time. A `Stage` is the layout that all frames
-of an animation share. `world_explorer` is a slider over the number of ranks.
+show a whole hop, all messages that travel at the same time. Numbers lie in buffers: the storages of
+the tensors that a rank passes to its calls, and the results of collective calls. A `Stage` is the
+layout that all frames of an animation share. `world_explorer` is a slider over the number of ranks.
 """
 
 import linecache
@@ -72,7 +73,7 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 def _check_kept(run):
     """Raise ValueError unless `run` is a Run or LaunchError whose records kept numbers.
 
-    Records without bytes, such as a barrier's, needn't have any.
+    One record with numbers is enough; if all are without bytes, as a barrier's, none is needed.
     """
     if not hasattr(run, "wire"):
         got = f"player expected a Run or a LaunchError, got {type(run).__name__}"
@@ -97,8 +98,8 @@ def _numbered(event: Event, step: int) -> str:
 def _whence(event: Event) -> str:
     """Return the line of the user's code that an event comes from, or "".
 
-    It reads "line 3 of train: dist.send(x, 1)", where `train` is the user's function. Return "" if
-    there is none, as for a call from within ddpkit.
+    It reads "line 3 of train: dist.send(x, 1)", where `train` is the user's function: for a receive
+    the receiver's, for a collective call one rank's. Return "" if there is none, as within ddpkit.
     """
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
@@ -134,16 +135,17 @@ class Stage:
     There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
     of `page.TALLEST` pixels are left out, or shortened.
 
-    frames: all frames of the animation.
+    frames: all frames of the animation. world_size: the number of ranks.
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
     changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
         it; None for other frames, and if the numbers weren't kept.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
-        the left margin and y from the top of the rank's row, below its padding. A buffer's key is a
-        number or a call's name, as in `Frame.memory`.
+        106 (LEFT) and y from the top of the rank's row, below its padding of 10 (PAD). A buffer's
+        key is a number or a call's name, as in `Frame.memory`.
     tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
         height of the title, and of the words below a row that say what is wrong with its rank.
-    All lengths are in pixels.
+    height: that of a whole picture. All lengths are in pixels; x counts from a picture's left edge
+        and y from its upper edge downwards, except in `spots`.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -174,7 +176,7 @@ class Stage:
         Return {buffer: (x, y, how many of its numbers are shown)}, as in `spots`. Buffers that
         don't fit are missing.
 
-        lengths: {buffer: how many numbers it holds}. room: the row's height, in pixels.
+        lengths: {buffer: how many numbers it holds}. room: the height inside the row's padding.
         """
         spots, x, y, below = {}, 0.0, 0, 0
         for which, length in lengths.items():
@@ -189,11 +191,11 @@ class Stage:
         return spots
 
     def top(self, rank: int) -> float:
-        """Return the y of the upper edge of a rank's row, in pixels."""
+        """Return the y of the upper edge of a rank's row, in pixels below the picture's."""
         return self.title + rank * self.pitch
 
     def middle(self, rank: int) -> float:
-        """Return the y of the middle of a rank's row, in pixels."""
+        """Return the y of the middle of a rank's row, in pixels below the picture's upper edge."""
         return self.top(rank) + self.tall / 2
 
     def way(self, src: int, dst: int) -> float:
@@ -219,7 +221,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 def _change(event: Event) -> figures.Change | None:
     """Return the drawing of all ranks' numbers before and after a collective call.
 
-    Return None if the event isn't a collective call, or if the numbers before it weren't kept.
+    Return None if it isn't a collective call that moves numbers, or if those before weren't kept.
     """
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
@@ -276,7 +278,7 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
     """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
 
     change: the drawing of a collective's numbers before and after, which then take the place of the
-        rank's buffers; None if the event isn't a collective, or its numbers weren't kept.
+        rank's buffers, if the rank took part; None if there is none, as `_change` says.
     """
     y, said = stage.top(rank), frame.status.get(rank, "")
     fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)
@@ -299,7 +301,7 @@ def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
 def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed=False):
     """Draw the arrow of a message from the row of rank `src` to that of rank `dst`.
 
-    A message from a rank to itself gets no arrow. ink: the arrow's colour.
+    A message from a rank to itself gets no arrow. ink: the colour. dashed: thinner, in dashes.
     """
     x, half = stage.way(src, dst), math.copysign(page.ROW / 2 + 2, dst - src)
     if src != dst:
@@ -308,10 +310,10 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw the arrow of a message that a rank waits for in vain, with a sign halfway.
+    """Draw the arrow of a message that is sent or awaited in vain, with a sign halfway.
 
-    The sign is ✗ if the message was sent and never received, and a question mark if it was never
-    sent or isn't of the size that the receiver expects.
+    The sign is ✗ for an event of the kind "lost", and a question mark for "stuck", where the sender
+    or the receiver waits, and "differ", where they disagree about the size or the dtype.
 
     event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """
@@ -324,11 +326,12 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message's numbers in a box at the rank that sends or receives it.
+    """Draw a message's numbers in a box in the row of its sender or, for a receive, its receiver.
 
-    Numbers that don't fit are left out. If they weren't kept, their count and dtype are drawn. In
-    the browser the box travels from the sender's row to the receiver's. It does so in the frame in
-    which the message is received or, if a step shows a whole hop, in the one in which it is sent.
+    Numbers beyond 420 pixels are left out. If they weren't kept, their count and dtype are drawn.
+    In the browser the box of a receive travels there from the sender's row, and that of a send
+    stays where it is. With `by_hop`, where every message is a send, the box is at the sender in the
+    PNG, and in the browser it travels to the receiver's row.
 
     frame: the frame whose event is this message, even if the step shows a whole hop.
     by_hop: whether a step shows all messages of a hop.

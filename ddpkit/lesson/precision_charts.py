@@ -25,8 +25,8 @@ EVERY = 10  # steps averaged into a point
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     """Draw the losses of several trainings by step. Used in notebook 05.
 
-    Each point is the mean of EVERY (10) steps; the last steps are left out if there are fewer. A
-    point with a NaN among its steps is missing.
+    Each point is the mean of EVERY (10) steps, above the last of these; steps are left out at the
+    end if there are fewer. A point with a NaN among its steps is missing.
 
     curves: {name of the training: the losses of all steps, in bits per byte}. title: the heading.
     """
@@ -77,10 +77,10 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     """Draw a histogram of gradients times `scale`, by power of two. Used in notebook 05.
 
     Colours show what fp16 makes of a number: 0, a subnormal or normal number, or infinity. Bars
-    that would be too low to see are drawn higher. Powers outside of 2^-48 to 2^24 (LOWEST, HIGHEST)
-    are counted in the first or last bar.
+    that would be too low to see are drawn higher. A bar counts the sizes from its power up to the
+    next. Sizes outside of 2^-48 to 2^24 (LOWEST, HIGHEST) are in the first or last bar.
 
-    gradients: a tensor of any shape, all finite. Its zeros aren't counted.
+    gradients: a tensor of any shape, all finite. Its zeros aren't counted. scale: above 0.
     ValueError: all gradients are 0.
     """
     zones = fp16_counts(gradients, scale)

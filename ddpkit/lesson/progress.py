@@ -1,9 +1,9 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
 The line states the seconds so far and, while ranks run, the number of calls that they have made or,
-if nothing has moved for a while, which rank is waiting for which. If a launch fails, a picture of
-its ranks' last calls is left below the error report. The environment variable DDPKIT_PROGRESS=off
-turns both off, for tests and stored outputs.
+if nothing has moved for 10 s, which rank is waiting for which. If a launch fails, a picture of its
+ranks' last calls is left below the error report. The environment variable DDPKIT_PROGRESS=off turns
+both off, for tests and stored outputs.
 
 The line begins before torch is imported, which takes seconds. So this module imports
 ddpkit.runtime, which imports torch, only inside functions that need it.
@@ -23,7 +23,7 @@ RUNTIME = "ddpkit.runtime.launch"  # imported after torch
 class Progress:
     """The progress line below the notebook cell that is running.
 
-    display: IPython's function `display`. thread: the thread that shows the line.
+    display: IPython's function `display`. thread: the thread that shows the line; None at first.
     done: an event, which is set to end that thread.
     """
 
@@ -32,7 +32,7 @@ class Progress:
         self.done, self.thread = threading.Event(), None
 
     def begin(self, _info=None) -> None:
-        """Start a thread that shows the line after PATIENCE_S seconds, and keeps it up to date.
+        """Start a thread that shows the line after 1 s (PATIENCE_S), and keeps it up to date.
 
         Called when a cell begins to run. _info: the argument that IPython passes; unused.
         """
@@ -99,7 +99,7 @@ def show_progress() -> None:
     """Show the progress line for this kernel's cells from now on, including the running one.
 
     Outside of a notebook's kernel, or if the environment variable DDPKIT_PROGRESS is "off", it does
-    nothing.
+    nothing. Importing `ddpkit.lesson` calls it; another call would add a second line.
     """
     if "IPython" not in sys.modules:  # true in every rank, where importing IPython takes a while
         return

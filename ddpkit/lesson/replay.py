@@ -1,7 +1,7 @@
 """Put the events of a run in order: causes before effects, and in the same order in every run.
 
-The times in the records of the ranks' calls decide only the order of events within a rank. If a run
-failed, the events that never happened come last.
+A record is one rank's call, with its times and, if kept, its numbers. The times decide only the
+order of events within a rank. If a run failed, the events that never happened come last.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Event:
     text: what happens, in words.
     records: {rank: its record of the call}; for a receive the records of both ends, if both are
         known; for a "hop", of the sends; {} for "failed" and "end".
-    rank, peer: the sender and the receiver, for an event of one message. "failed" has the `rank`
-        that failed. Otherwise both are None.
+    rank, peer: the sender and the receiver, for an event of one message; the sender is None if any
+        may send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
         the owner of each number that it got)}, as the function `change` returns it. An owner is the
@@ -148,7 +148,7 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 def _complete(records: dict[int, Record]) -> bool:
     """Return whether a collective took place: all ranks of the group made the same call.
 
-    records: {rank: its record of the call}.
+    A `new_group` must have ended on every rank as well. records: {rank: its record of the call}.
     """
     first = next(iter(records.values()))
     if first.op == "new_group" and any(record.done is None for record in records.values()):
@@ -207,9 +207,10 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
     It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
     The numbers are None for a rank that brings or gets none, since the contents of its buffer mean
     nothing then, and if they weren't kept. An owner is the rank that a number came from, a
-    frozenset of ranks if it is their sum or another reduction, or None if unknown.
+    frozenset of ranks if it is their sum or another reduction, or None if unknown, as in an
+    all_to_all with parts of uneven sizes.
 
-    records: {rank: its record of the call}, of all ranks.
+    records: {rank: its record of the call}, of all ranks of the group.
     """
     before, found = {}, {}
     for rank, record in records.items():
@@ -235,7 +236,7 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
     """Return in words what ranks have: "[1, 2] on every rank", or "rank 0 [1], rank 1 [2]".
 
-    rows: {rank: its numbers or None}. Ranks without numbers are left out.
+    rows: {rank: its numbers or None}. Ranks without numbers are left out; "…" if all are.
     world_size: the number of ranks, if `rows` is about all of the world, so that the text may say
         "every rank"; otherwise None.
     """
@@ -250,9 +251,10 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
-    """Return an event for each rank's error, unfinished call, and message that was never received.
+    """Return an event for a rank's error, each unfinished call, and messages never received.
 
-    run: a Run or a LaunchError.
+    If the launch failed, such a message counts only if its send wasn't complete, or was the last
+    call of its rank. run: a Run or a LaunchError.
     ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
     calls: {`key` of a collective call: {rank: its record}}.
     """

@@ -23,10 +23,13 @@ SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "bl
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
     """Draw a matrix product X·U = Y to scale, split among ranks in four ways. Used in notebook 11.
 
-    The ways are by tokens, outputs, inputs, or tokens and outputs. For each way it shows which part
-    of X and U each rank holds, and which part of Y it can compute on its own.
+    The ways are by tokens, outputs, inputs, or tokens and outputs, each in `world_size` parts. For
+    each way it shows which part of X and U a rank holds, and which part of Y it can compute on its
+    own; by tokens and outputs, that is its block on the diagonal of Y.
 
     tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
+    world_size: the number of ranks; up to 6 fit on the page. Parts are drawn equal, whether or not
+        it divides the sizes.
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
@@ -103,7 +106,8 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
     """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
 
-    There is a curve for tensor and one for data parallelism. Used in notebook 11.
+    There is a curve for tensor and one for data parallelism. With W ranks a rank sends 2(W − 1)/W
+    of `reduced_bytes`, as in a ring. Used in notebook 11.
 
     width: the layer's width. world_size: the number of ranks.
     tokens: sizes of the whole batch, in tokens, along the x axis.
@@ -141,9 +145,9 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    The times over NVLink, InfiniBand and Ethernet are predicted as latency plus bytes divided by
-    bandwidth; a dashed line marks the seconds of computing. `tensor_calculator` calls this with its
-    sliders.
+    The times of a step's all-reduces over NVLink, InfiniBand and Ethernet are predicted as latency
+    plus bytes divided by bandwidth. A dashed line marks the seconds of computing of a rank, forward
+    and backward, at 400 TFLOP/s. `tensor_calculator` calls this with its sliders.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

@@ -53,7 +53,7 @@ class Live:
 class Below(Live):
     """A block of HTML with an animation below it, which a notebook cell shows.
 
-    text: what a stored notebook keeps in place of both. page: the HTML. player: the animation.
+    text: what a stored notebook keeps. page: the HTML. player: the animation, a `StepThrough`.
     """
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
@@ -186,7 +186,7 @@ class StepThrough(Live):
 
     look: a function from a step's number to (caption, Picture); each step's result is kept.
     label: the word beside the step's number, such as "hop".
-    steps: the numbers of all steps. start: the step shown at first; by default the lowest.
+    steps: consecutive numbers, not below 0. start: the step shown first; by default the lowest.
     text: what a stored notebook keeps in place of the widget; by default the caption of `telling`.
     telling: the step whose picture a stored notebook keeps; by default `start`.
     plays: whether it plays through the steps once by itself when it is shown.
@@ -259,7 +259,7 @@ class Slider:
     If the values are strings or truth values, and at most four, there are buttons instead of a
     slider.
 
-    label: the text beside it. values: all values that can be chosen. value: the initial one.
+    label: the text beside it. values: all that can be chosen. value: the initial one, one of these.
     say: a function from a value to the text that is shown for it.
     """
 

@@ -33,7 +33,7 @@ class Choice:
     """A backend, the reason for it, and what its ranks need in order to use it.
 
     backend: "nccl" or "gloo".
-    gpus: the number of GPUs that the ranks share; 0 means that they run on the CPU.
+    gpus: the number of visible GPUs; rank r computes on GPU r % gpus. 0: all run on the CPU.
     line: the backend and the reason for it in one line, for the user.
     environ: environment variables to set in each rank, {name: value}; they win over the user's own.
         "{rank}" in a value stands for the rank.
@@ -54,11 +54,10 @@ def start_on(
     reports, since CUDA mustn't be initialized in this process. That number may be wrong, as for a
     card in MIG mode; only a rank finds out, and `start` raises NoGpu. With "auto", all ranks are
     then started a second time, on the CPU.
-
     start: a function that takes a `Choice` and starts the ranks accordingly.
-    backend: "auto", "nccl" or "gloo".
+    backend: "auto", "nccl" or "gloo". world_size: the number of ranks.
     link: an emulated link (a slower network) between the ranks, which needs Gloo; or None.
-    NoGpu: a rank can't use its GPU, and `backend` is "nccl"; use "auto".
+    With "nccl": NoGpu: a rank can't use its GPU; ValueError: there is no GPU. Then use "auto".
     """
     try:
         return start(choose_backend(backend, world_size, link))
@@ -74,8 +73,8 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
     If there are fewer GPUs than ranks, ranks share them: with "auto" only if NCCL is at least 2.30,
     the first that lets ranks of one host share a GPU; with "nccl" always. With "gloo" or an
     emulated link it is always Gloo.
-
-    backend: "auto", "nccl" or "gloo". link: an emulated link between the ranks, or None.
+    backend: "auto", "nccl" or "gloo". world_size: the number of ranks. link: an emulated link
+        between them, or None.
     ValueError: `backend` is "nccl", and PyTorch can use no GPU; use "auto".
     """
     if backend == "gloo":

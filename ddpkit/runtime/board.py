@@ -5,8 +5,9 @@ page, its part of the memory. So the launcher can read what a rank did even if t
 blocked in C++, and other ranks can see whether they are about to make the same call.
 
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
-    make on a channel belong together.
-fingerprint: what must be the same in calls that belong together: operation, size, dtype, ...
+    make on a channel belong together. Its name is the group's, such as "0#1"; "new 0#1" for the
+    making of the group; "0#1 2>3:7" for messages with tag 7 in it from rank 2 of the world to 3.
+fingerprint: what must be the same in calls that belong together: operation, size, ...; "": nothing.
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
 word: 8 bytes. A page begins with counters. Then come two notes, which are pickles (the user's line
@@ -46,8 +47,17 @@ _PAGE = _HEAD + SLOTS * _SLOT
 class Said:
     """The part of a record that is the same each time a line of code makes the same call.
 
-    It is made once and cached: the operation, its group, its arguments, its line. What differs from
-    one call to the next is in the `Record`: times, indices and the tensors' values.
+    It is made once and cached. What differs from one call to the next is in the `Record`.
+
+    op, detail: the operation, such as "all_reduce", and its arguments in words.
+    group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver).
+    channel, fingerprint: see above. A receive from any rank has all members as `ranks`, "" as its
+        fingerprint and, until a message has come, a channel such as "0#1 7?" for tag 7.
+    bytes, shape, dtype: of what this rank hands in or, by recv or as a receiver of broadcast or
+        scatter, gets; of several tensors, all bytes and the first one's shape.
+    peer: the root, or a message's other end, as a rank of the world; None if there is none.
+    file, line, function, via: the line that makes the call.
+    splits: of an all_to_all, (elements sent to each member, elements expected from each).
     """
 
     op: str  # torch.distributed's name: all_reduce, send, ...
@@ -88,14 +98,18 @@ class Record:
     """One call of one rank: what it is (`said`), its times, and what became of it.
 
     Times are this machine's `time.perf_counter()`, in seconds; None means that it hasn't happened
-    yet. The attributes of `said` are attributes of the record as well: `record.op`. PyTorch's
-    Flight Recorder keeps similar records for NCCL.
+    yet. The attributes of `said` are attributes of the record as well: `record.op`.
 
     seq: how many calls this rank made before in the same group or, for a message, with the same
         sender, receiver and tag. issued, started, done: when the rank made the call, when the
         transfer began, when it was complete. waited: when the rank first began to wait for it.
-    values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
-        those that arrived; otherwise None. memory: the whole storage of the call's tensor.
+    limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it.
+        by_future, dropped: its future was taken; its handle was deleted before a wait().
+    batched, reached, stream: on a GPU: it is in one batch with the message before; its stream has
+        come to it (seen from 0.3 s after `issued` on); the stream's name. number: its index, or -1.
+    values, result: with `launch(..., keep_values=True)`, flat lists of the numbers, at most 64,
+        that the rank handed in, and that arrived; otherwise None. memory: likewise, (number of the
+        storage of the call's tensor, the tensor's offset, all of the storage's elements).
     """
 
     said: Said
@@ -160,7 +174,7 @@ class Record:
         """Return the bytes of the call, from which an emulated link computes how long it takes.
 
         For an all_gather or gather, to which each rank brings a part of `bytes` bytes, this is the
-        size of all parts together. For other operations it is `bytes`, what this rank handed in.
+        size of all parts together. For other operations it is `bytes`, see `Said`.
         """
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
@@ -169,7 +183,6 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
     """Return the pairs (sender, receiver) of ranks whose sizes in an all_to_all don't match.
 
     They don't match if the sender sends another number of elements than the receiver expects.
-
     by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
         missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are those
         with too few sizes for the group: there PyTorch itself raises an error.
@@ -190,8 +203,8 @@ class Board:
     """A memory-mapped file with one page (a part) for each rank, which writes only its own page.
 
     The file isn't in /dev/shm: containers give little room there, and some systems have none.
-
-    path: the file. create: make the file, instead of opening one that the launcher has made.
+    path: the file. world_size: the number of ranks, and of pages, the same for all that open it.
+    create: make the file, instead of opening one that the launcher has made.
     """
 
     def __init__(self, path: Path, world_size: int, create: bool = False):
@@ -215,11 +228,11 @@ class Board:
     def put(self, rank: int, index: int, record: Record):
         """Write a call with all its fields into its slot on the page of `rank`, or rewrite it.
 
-        Another process may read at any moment. It sees a new call only once the page's count of
-        calls has grown, and `records` reads again only once its count of events, which are writes,
-        has grown: so both counts are written last.
-
-        The call with an index that is greater by 256 (SLOTS) overwrites it.
+        The index of a new call is `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
+        Another process may read at any moment. It gets neither call while the slot passes from one
+        to the other. While a call is rewritten, it may get None, or old fields beside new. The
+        page's counts of calls and of events, which are writes, grow last: then `records`, which
+        caches what it read, reads again.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -272,7 +285,6 @@ class Board:
         """Note that `rank` asked whether its call `index` was complete, and that it wasn't.
 
         A rank that asks again and again may be waiting for the call.
-
         now: the time of asking, by `time.perf_counter()`.
         """
         self._words[rank * _PAGE + _POLLED] = index + 1
@@ -328,11 +340,11 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return a count for each rank, which grows whenever the rank writes a call or its state.
+        """Return a count for each rank, which grows when the rank writes a call or its state.
 
-        A call is written when it is made, and again when it has begun or completed. As long as all
-        counts stay the same, no rank has moved. That a rank begins to wait, or asks whether a call
-        is complete, isn't counted.
+        A call is written when it is made, and again when it has begun or completed. That a rank
+        destroys a group is counted as well; that it begins to wait, or asks whether a call is
+        complete, isn't. As long as all counts stay the same, no rank has moved.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
@@ -384,7 +396,7 @@ class Board:
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:
-        """Return how many threads of `rank` make calls."""
+        """Return how many threads of `rank` make calls, as `set_threads` noted last; 0 at first."""
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
@@ -428,7 +440,6 @@ class Board:
 
         The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
         yet, or it was overwritten.
-
         channel: the hash of the channel's name, as in `Said.hashes`. seq: the index of the call on
             that channel, from 0.
         """
@@ -470,7 +481,7 @@ class Board:
 
 @lru_cache(4096)
 def hash32(text: str) -> int:
-    """Return a hash of 32 bits that is the same in every process, unlike Python's own hash."""
+    """Return a hash, from 0 to 2**32 - 1, that is the same in every process, unlike hash()."""
     return zlib.crc32(text.encode())
 
 
@@ -490,7 +501,6 @@ def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     If they are too long, fields are shortened until they fit, in the order of _SPARE: first those
     that a report of a hang needs least. A text is cut after 80 characters, other fields become
     None.
-
     said: the fields that are the same each time. kept: (values, result, memory) of the record,
         which are pickled behind them.
     """

@@ -58,7 +58,6 @@ class CheckedGroup(WireGroup):
         """Return whether this rank sends the contents of the tensor that takes the result.
 
         In an all_reduce or reduce every rank does, in a broadcast its root, in other calls none.
-
         opts: torch's options of the call.
         """
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
@@ -72,7 +71,7 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
-    rank: this rank's number in the world, for the message.
+    rank: this rank's number in the world, for the error. tensors: on the CPU; they aren't copied.
     result: an attribute. For an in-place call, the caller sets it to the copies into which Gloo
         writes the result; `end` copies them into the tensors. Otherwise [].
     """
@@ -88,7 +87,6 @@ class _Check:
         """Check that the tensors weren't changed, then copy the result into them.
 
         It is called when the call has completed. A second time it does nothing.
-
         record: that of the call, for the message.
         ValueError: the tensors were changed; the program should call wait() on the handle before.
         """

@@ -25,7 +25,6 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 
     Warn if the result is larger than 10 MB (LARGE_BYTES), since every rank gets a copy, and name
     what is large in it.
-
     ValueError: an argument or a variable can't be pickled; the message names it. Make it inside the
         function instead.
     """
@@ -54,7 +53,8 @@ def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU; a Parameter stays a Parameter, and requires_grad is kept.
 
-    If the tensor is on the CPU already, the result shares its memory.
+    It is detached from autograd's graph. If the tensor is on the CPU already, the result shares its
+    memory.
     """
     copy = tensor.detach().cpu()
     if isinstance(tensor, torch.nn.Parameter):
@@ -75,6 +75,8 @@ def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 class _Pickler(cloudpickle.Pickler):
     """A pickler of function calls; tensors that are on a GPU here arrive on the rank's own GPU.
 
+    They are pickled as copies on the CPU, which `_on_gpu` moves in the rank: its GPU may be another
+    than this process's, and without one they stay on the CPU.
     Modules that have a class of their own, such as torch.backends.cudnn, are pickled by name, since
     cloudpickle does that only for plain modules.
     """
@@ -118,7 +120,6 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
 
     Return it in words: "argument 0", "the variable 'lock' that the function uses", or the repr of
     `fn` if each of them can be pickled.
-
     arguments: {the name of each, for the message: its value}. They are tried before the variables.
     """
     used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}

@@ -133,7 +133,8 @@ def _newest(texts: Columns) -> int:
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
     """Return the number of the first call whose text differs between ranks, or None if none does.
 
-    Numbers that some rank no longer has are skipped.
+    texts: see above; `last_calls` passes the calls' fingerprints in place of their texts. Numbers
+        that the board has forgotten of some rank are skipped.
     stuck: True if a rank that lacks a call differs from those that made it; False if it may be
         late.
     """
@@ -186,8 +187,8 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
-    The numbers are those of the rank's calls in all groups. A new_group that is complete is left
-    out, and the calls after it have the numbers that they would have without it.
+    The numbers count the rank's calls in all groups. A new_group that is complete is left out, and
+    isn't counted either as long as it is among the calls on the board.
     """
     records = look.records[rank]
     forgotten = look.board.calls(rank) - len(records)

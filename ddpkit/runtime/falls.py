@@ -84,7 +84,10 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 
 @dataclass
 class Failure:
-    """The failure of a rank that raised an exception, as data: an exception may not pickle."""
+    """The failure of a rank that raised an exception, as data: an exception may not pickle.
+
+    kind: the class's name. frames: (file, line, function), outermost first. at: see `failure`.
+    """
 
     kind: str  # the exception's class
     message: str
@@ -178,8 +181,8 @@ class Witness(Protocol):
     """A source of facts about ranks for `explain_fall`, such as the launch's `Watch` of its ranks.
 
     noted_exit(rank): (exit code, (file, line, function)) of the `os._exit` that ended it, or None.
-    printed(rank): all its output so far. place(rank): (file, line, function) where it computes.
-    shortage(): a sentence which says that memory is short, or "".
+    printed(rank): all its output so far. place(rank): (file, line, function) where it computes, or
+    None if that isn't known. shortage(): a sentence which says that memory is short, or "".
     """
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...
@@ -192,8 +195,8 @@ def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple
     """Return (the rank that failed first, the report of the failure as the text of a RankError).
 
     The report says how and on which line that rank failed, what the failure most likely means
-    (looked up in `MEANS`, by parts of error messages), where the other ranks were, and the last 5
-    lines (`LAST_LINES`) that it printed.
+    (looked up in `MEANS`, by parts of error messages), where the other ranks were, unless they had
+    ended their notebook's cell, and the last 5 lines (`LAST_LINES`) that it printed.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
         because another rank had.
     look: the state of all ranks when the launch ended them.

@@ -56,11 +56,11 @@ def launch(
     fn: any callable, also one from a cell; it gets its rank from `dist.get_rank()`, as under
         torchrun. It takes a copy of the globals that it uses: a rank that changes a global changes
         it neither here nor in another rank.
-    world_size: 4 by default; under torchrun, the number of ranks that torchrun started.
+    world_size: 1 to 64, by default 4; under torchrun, the number of ranks that torchrun started.
     backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU, otherwise Gloo on CPU.
         Ranks on Gloo see no GPU.
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
-    timeout: seconds after which the ranks are ended and a HangError says where they were.
+    timeout: seconds from the ranks' start; then they are ended, and HangError says where they were.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
     live: show output as the ranks print it, instead of in rank order at the end.
@@ -73,10 +73,11 @@ def launch(
     have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
 
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the running world, and
-    every rank gets the same `Run`. There `backend`, `timeout`, `hang_after` and `live` do nothing.
+    every rank gets a `Run` with all results, and with the seconds that `fn` took on this rank.
+    There `backend`, `timeout`, `hang_after` and `live` do nothing.
     RankError: a rank raised, exited or was killed. HangError: ranks wait for a call that will never
-    be made, or their calls disagree. ValueError: the arguments can't work; raised before any
-    process starts. Notebook 00.
+    be made, their calls disagree, or the timeout is over. Before any process starts, ValueError:
+    the arguments can't work; TypeError: `fn` can't take its own. Notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -214,8 +215,8 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     Every rank has to call this, since the results are exchanged at the end. torch.distributed is
     initialised first if the script hasn't done it. If it has, no call is recorded, unless the
     script was started by `python -m ddpkit.debug`, which records calls from the beginning. The
-    output of the `Run` is empty, since torchrun shows what the ranks print. The arguments are those
-    of `launch`; where no call is recorded, no link is emulated.
+    `Run` has "" as each rank's output, since torchrun shows it, and this rank's seconds in `fn`.
+    The arguments are those of `launch`; where no call is recorded, no link is emulated.
     ValueError: check_buffers is asked for in a world that was initialised without it.
     """
     if not dist.is_initialized():

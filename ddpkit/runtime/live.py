@@ -62,13 +62,14 @@ class LiveWorld:
     def run(
         self, source: str, on: list[int], traced: bool = False
     ) -> tuple[dict[int, str | None], list[list[Record]]]:
-        """Run a cell on the ranks `on`, print what they print, and return (values, records).
+        """Run a cell on the ranks `on`, then print their output by rank; return (values, records).
 
         source: the text of the cell.
         on: the ranks that run it.
         traced: whether to return the records of the collective calls and messages that it makes.
-        values maps each rank in `on` to the repr of the cell's last expression, None if it has
-            none; records has for each rank of the world a list of `Record`s, empty unless `traced`.
+        values maps each rank in `on` to the repr of the cell's last expression, None if it has none
+            or its value is None; records has for each rank of the world a list of `Record`s, empty
+            unless `traced`.
 
         After an exception the world stays open if all ranks are idle again and have made the same
         calls. Otherwise it is closed, and the error's message says so.
@@ -138,8 +139,8 @@ class RanksMagic:
         `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is
         shown for each rank.
         --on: run it on these ranks only.
-        --trace: write the cell's collective calls and messages as a trace, for
-        https://ui.perfetto.dev.
+        --trace: write the cell's collective calls and messages into FILE as a trace, for
+        https://ui.perfetto.dev, and show a link to it.
         """
         options = _parse(line)
         if self.world is not None and not self.world.is_open:

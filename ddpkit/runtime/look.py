@@ -1,11 +1,11 @@
 """Read the board at one moment: where each rank is, whom it waits for, who can never go on.
 
-The board is the file in which each rank writes its state, and each collective call, send or receive
-just before it makes the call. A call is open until it is complete. A rank has come to a call if it
-has made it, though the call may still be open. The n-th calls that ranks make on one channel belong
-together. A channel is a group, or the messages with one tag from one member to another; it is
-called by the group's name, after which that of messages has a space and the ranks between which
-they go. Variables that are called `s` hold a `Situation`, the state of one rank.
+The board is the file in which each rank writes its state and, just before it makes a collective
+call, a send or a receive, a `Record` of it. A call is open until it is complete. A rank has come to
+a call if it has made it, though the call may still be open. The n-th calls that ranks make on one
+channel belong together. A channel is a group, or the messages with one tag from one member to
+another; it is called by the group's name, after which that of messages has a space and the ranks
+between which they go. Variables that are called `s` hold a `Situation`, the state of one rank.
 """
 
 import itertools
@@ -28,19 +28,19 @@ class Situation:
 
     call: the call in which it waits, which it polls, or in which it differs from another rank; None
         if it is in none.
-    missing: the ranks for which it waits there.
+    missing: the ranks for which it waits there, as numbers in the world; () if there are none.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
         entry, the line of a framework that this line called, as "file:line:function".
     lost: if it waits for a message, and the other rank deleted its own handle of that message
         without waiting for it: the other rank's record of the message.
     more: if several of its threads wait, this is the wait of one, and `more` has the others'.
     has_free_thread: whether one of its threads that make calls is in none.
-    destroyed: {name of a group that it destroyed: the line that did}, as in `Board.destroyed`.
+    destroyed: {name of a group that it destroyed: the line that did, in the form of `place`}.
     state:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
       polling: it asks again and again, by `is_completed()`, whether `call` is complete.
-      waiting: a thread is blocked in `call`.
+      waiting: a thread is blocked in `call`, or stopped there: another rank's call differs.
       its stream waiting: the GPU waits for `call`, while the program may go on.
       returned: its function or script has ended.
       idle: its cell of `%%ranks` has ended.
@@ -61,8 +61,9 @@ class Look:
     """The state of all ranks, as the board shows it at one moment.
 
     now: a `Situation` for each rank, in a list: where it is, and for which ranks it waits.
-    records: for each rank its last calls, as a list of `Record`s, the oldest first.
+    records: for each rank its last calls, at most 256, as a list of `Record`s, the oldest first.
 
+    board: the open `Board` that is read.
     events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None:
         as they are now. From these `is_still` tells whether a rank has moved since.
     standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
@@ -199,10 +200,11 @@ class Look:
         return False
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the members of the group for which `call` of `rank` waits.
+        """Return the other ranks that belong to `call` and for which `rank` waits there.
 
-        These are the ones that haven't come to it. At a standstill they are also those that have,
-        but on whose GPU it is queued behind another open call of the group.
+        These are the `missing` ones: members of the group, or the other end of a message whose ends
+        are known. At a standstill they are also those that have come to it, but on whose GPU it is
+        queued behind another open call of the group.
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -213,11 +215,11 @@ class Look:
     def _in_front(self, call: Record, rank: int) -> Record:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
-        On the CPU it is `call`. A GPU carries out the calls of a group in the order in which they
-        were made, so `call` is held up by the first open one for which members are missing, if
-        there is one. At a standstill it is held up by the first one in the queue, even if no member
-        is missing there; if that is a message of a batch_isend_irecv, by the first of the batch for
-        which a member is missing.
+        Where ranks are on the CPU, it is `call`. A GPU carries out the calls of a group in the
+        order in which they were made, so `call` is held up by the first open one for which ranks
+        are missing, if there is one. At a standstill it is held up by the first one in the queue,
+        even if no rank is missing there; if that is a message of a batch_isend_irecv, by the first
+        of the batch for which a rank is missing.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -228,7 +230,7 @@ class Look:
     def _line(self, call: Record, rank: int) -> list[Record]:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
-        If the call is on the CPU, the list is empty.
+        Collectives and messages share that queue. Where ranks are on the CPU, the list is empty.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
@@ -355,12 +357,13 @@ class Look:
     # Whether the ranks agree.
 
     def mismatch(self) -> dict[int, Record] | None:
-        """Return the earliest call in which ranks differ, as {rank: its record}.
+        """Return the call in which ranks differ, as {rank: its record} of all that made it.
 
-        It compares calls that have the same number on the same channel. They differ if their
-        fingerprints do, that is operation, dtype, root, reduction or, unless the operation lets
-        ranks bring different sizes, the number of elements. They also differ if the sizes that
-        ranks of an all_to_all send and expect don't fit. Return None if there is no difference.
+        If there are several, it is the one that a rank made first; None: there is none. Calls are
+        compared that have the same number on the same channel. They differ if their fingerprints
+        do, that is operation, dtype, root, reduction or, unless the operation lets ranks bring
+        different sizes, the number of elements. They also differ if the sizes that ranks of an
+        all_to_all send and expect don't fit. A receive from any rank isn't compared.
         """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
@@ -391,7 +394,7 @@ class Look:
         return next((groups for groups in made.values() if len(groups) > 1), {})
 
     def in_step(self) -> bool:
-        """Return whether the ranks, all of which wait for the next notebook cell, can run it.
+        """Return whether all ranks wait for the next notebook cell, and can run it.
 
         They can if all have made as many calls on each channel that they share.
         """
@@ -420,5 +423,5 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
-    """Return the `time.perf_counter()` of the earliest of these records, {rank: record}."""
+    """Return the `time.perf_counter()` at which a rank first made this call, {rank: record}."""
     return min(record.issued for record in by_rank.values())

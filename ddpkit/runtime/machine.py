@@ -95,8 +95,8 @@ class FreeMemory:
     def shortage(self) -> str:
         """Return a sentence which says that memory ran out; "" if nothing shows that.
 
-        It did if the kernel has killed a process for memory since this object was made, or if less
-        than 10 % of all memory was free in one of the last samples.
+        It did if the kernel has killed a process of this container for memory since this object was
+        made. It most likely did if less than 10 % of all memory was free in one of the samples.
         """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:
@@ -139,8 +139,9 @@ def look_at_gpus() -> list[str] | str:
     """Return a line for each GPU, with its name and size, or a text that says what is wrong.
 
     The lines are like 'NVIDIA H100 (80 GiB, capability 9.0)'; without a GPU the list is empty. To
-    see whether a GPU works, a tensor is put on each; the text is the last line of CUDA's error, if
-    there is one. A child process does this, so that CUDA doesn't start in this one.
+    see whether a GPU works, a tensor is put on each. A child process does this, so that CUDA
+    doesn't start in this one; the text is the last line of its error output, its exit code if that
+    is empty, or that it gave no answer within two minutes.
     """
     code = [sys.executable, "-c", LOOK]
     try:

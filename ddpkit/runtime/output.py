@@ -90,7 +90,7 @@ class Output:
         return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
-        """Return up to `most` bytes of the output in the file, from byte `start` of the output."""
+        """Return up to `most` bytes of the file; `start` counts from where the output begins."""
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)

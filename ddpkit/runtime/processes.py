@@ -204,10 +204,10 @@ def world(
 def threads_of_a_rank(world_size: int) -> int:
     """Return the number of threads that each rank computes with, at least 1.
 
-    It is OMP_NUM_THREADS, but at most the rank's share of the cores, which is their number divided
-    by `world_size`; without OMP_NUM_THREADS it is 1. The limit is there because threads spin while
-    they wait for one another: with OMP_NUM_THREADS=2 from a shell, four ranks on two cores would
-    have eight threads, and take ten times as long.
+    It is OMP_NUM_THREADS (4 for "4,2"), but at most the rank's share of the cores, their number
+    divided by `world_size` and rounded down; without OMP_NUM_THREADS it is 1. The limit is there
+    because threads spin while they wait for one another: with OMP_NUM_THREADS=2 from a shell, four
+    ranks on two cores would have eight threads, and take ten times as long.
     """
     share = max(1, int(count_cores() // world_size))
     asked = os.environ.get(THREADS[0], "").partition(",")[0]  # "4,2": for nested loops, 2
@@ -308,8 +308,8 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 
     A message is the pair (word, data) that the rank has put into its pipe, such as ("done", value).
     For a process that has ended, and of which no message is left to read, it is ("exit", its exit
-    code), each time. There is at most one message for each rank in a call. Waits up to `seconds`
-    for the first; if none comes, yields nothing.
+    code), in this call and in all later ones. Of each rank a call yields one message at most, the
+    oldest. It waits up to `seconds` for the first; if none comes, it yields nothing.
     """
     by_object = {rank.pipe: rank for rank in ranks}
     by_object |= {rank.process.sentinel: rank for rank in ranks}
@@ -326,8 +326,8 @@ def listen(ranks: list[Rank], seconds: float) -> Iterator[tuple[Rank, tuple]]:
 def cpu_ticks(pid: int, of_main_thread: bool = False) -> int | None:
     """Return the CPU time that a process has used so far, in the kernel's clock ticks, or None.
 
-    A tick is 10 ms as a rule. User and system time are added up. None: there is no /proc, or the
-    process is gone.
+    A tick is 10 ms as a rule. User and system time of all its threads are added up, without its
+    child processes. None: there is no /proc, or the process is gone.
     of_main_thread: count the main thread's time alone.
     """
     path = Path(f"/proc/{pid}/task/{pid}/stat" if of_main_thread else f"/proc/{pid}/stat")
@@ -407,8 +407,9 @@ def preload(modules: Iterable[str]):
 def _our_way():
     """Context manager: let multiprocessing start ranks from our server, without the user's script.
 
-    Normally multiprocessing would run that script once more in each new process. Other threads may
-    start processes at the same time: theirs run the script as usual, but one that they start by
+    The server, used where `start_method` is "forkserver", is started first unless it is running.
+    Without this, multiprocessing would run that script once more in each new process. Other threads
+    may start processes at the same time: theirs run the script as usual, but one that they start by
     "forkserver" also comes from our server.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process

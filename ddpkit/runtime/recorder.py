@@ -5,6 +5,7 @@ process read there which call a rank is in, even while that rank is blocked in C
 
 channel: a group, or the messages with one tag from one member to another. Calls of different ranks
     that have the same number on a channel belong together.
+record: a `Record`, one call of this rank: its operation, arguments and line, and its times.
 wire: the process group around the real one, `WireGroup`, through which all calls pass.
 keep_values: an argument of `launch`. Records then also keep the numbers in tensors, and in their
     whole storages, of at most 64 (KEPT_ELEMENTS) elements, so that animations can show them.
@@ -51,8 +52,8 @@ class Recorder:
     link: the `Link` that is emulated (a latency and a bandwidth between ranks), or None.
     keep_values: whether records keep the elements of tensors.
     disagree: called with {rank: record} if another rank has made a different call with the same
-        number on the same channel. It holds this rank's record, and the other's if the board still
-        has it.
+        number on the same channel: this rank's record, and the other's if the board still has it.
+        Needed if there is a board.
     timed_out: called with (record, error) if a wait for a call ends by its timeout, before the
         error is raised.
     """
@@ -101,10 +102,10 @@ class Recorder:
         of the call on its channel, and `number`, that among all calls of this rank. It is written
         into the list and onto the board. If another rank has made a different call with the same
         number on the channel, `disagree` is called.
-        record: has what is called, and `issued`. sent: the tensors that the call sends.
+        record: a new one; its `said` says what is called, its `issued` when.
+        sent: the tensors that the call sends; used only with keep_values, like `buffer`.
         buffer: the tensor that the call reads and fills, or reads; its whole storage is kept, so
             that an animation can show the memory around it.
-        Neither is used without keep_values.
         """
         if self.keep_values:
             record.values = _values(sent)
@@ -128,9 +129,10 @@ class Recorder:
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
         """Return {rank: its record} of a rank whose call with the same number differs, or None.
 
-        The number is `record.seq`, the count of earlier calls on the channel. Return {} if a call
-        differs, but its record is already overwritten on the board. Every rank writes its own call
-        before it reads the others', so of two ranks that disagree the later one always notices.
+        The number is `record.seq`, the count of earlier calls on the channel. Calls differ by their
+        fingerprints (without one, None is returned), or if sizes of an all_to_all don't fit. Return
+        {} if a call differs, but its record is already overwritten on the board. Every rank writes
+        its call before it reads the others', so of two that disagree the later one always notices.
         """
         said = record.said
         seq = record.seq
@@ -382,10 +384,11 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Return the `time.perf_counter()` at which the last of the group's ranks made this call.
+        """Return the `time.perf_counter()` at which the last of `record.ranks` made this call.
 
-        Ranks of which the board shows no such call are left out. For a receive, the sender's time
-        is that at which its message left, which an emulated link may delay.
+        These are the group's members or a message's two ends; those of which the board shows no
+        such call, perhaps since they haven't made it, are left out. For a receive, the sender's
+        time is that at which its message left, which an emulated link may delay.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
@@ -414,8 +417,7 @@ class Recorder:
             new one gets the next number.
         offset: of the tensor's first element in the storage, in elements.
         elements: the list of all elements of the storage, also those outside the tensor.
-        None: there is no tensor, it is empty, or its storage has more than `KEPT_ELEMENTS`
-            elements.
+        None: no tensor, an empty one, or a storage of more than 64 (`KEPT_ELEMENTS`) elements.
         """
         if tensor is None or tensor.numel() == 0:
             return None
@@ -430,13 +432,13 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's reservation of one of the board's "waiting" slots; `place` is the slot's index.
+    """A thread's reservation of one of the board's waiting marks; `place` is its index, 0 to 7.
 
-    recorder: the rank's; without a board, slots are counted all the same.
+    recorder: the rank's; without a board, marks are counted all the same.
 
-    While the thread is blocked in a collective call, send or receive, its slot names that call, for
-    the report of a hang. There is always a slot: without a free one, the last is shared. The object
-    is in thread-local storage: when the thread ends, it is deleted and the slot is free again.
+    While the thread is blocked in a collective call, send or receive, its mark names that call, for
+    the report of a hang. There is always a mark: without a free one, the last is shared. The object
+    is in thread-local storage: when the thread ends, it is deleted and the mark is free again.
     """
 
     def __init__(self, recorder: Recorder):
@@ -469,7 +471,7 @@ def recorder() -> Recorder | None:
 def _values(tensors: Sequence[torch.Tensor]) -> list | None:
     """Return the elements of all tensors in one flat list.
 
-    None: there are no tensors, or they have more than `KEPT_ELEMENTS` elements together.
+    None: there are no tensors, or they have more than 64 (`KEPT_ELEMENTS`) elements together.
     """
     if not tensors or sum(tensor.numel() for tensor in tensors) > KEPT_ELEMENTS:
         return None

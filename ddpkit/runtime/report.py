@@ -179,8 +179,8 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
     The headline names the ranks that wait in a call, and the late ones, for which they wait and
-    which are in no call. The advice asks what holds up the first late one at its line.
-
+    which are in no call. The advice asks what holds up the first late one at its line. If none is
+    late, they say instead that every rank is inside a call, and ask which is one too many.
     look: what each rank is doing now. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"

@@ -18,13 +18,15 @@ class Run:
     """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
     results: the values that the ranks returned, by rank.
-    output: the text that each rank printed, C++ and children included.
-    wire: for each rank the records of its collective calls and messages, in order, with their bytes
-        and times.
-    seconds: from the start of the first process to the arrival of the last result.
+    output: the text that each rank printed, C++ and children included, without what lies between
+        its first and last million bytes; "" under torchrun.
+    wire: for each rank the `Record`s of its collective calls and messages, in order, with their
+        bytes and their times, which are in seconds of `time.perf_counter()`.
+    seconds: from the start of the first process until all have ended, or under torchrun those that
+        this rank spent in the function; NaN in the `run` of an error.
     backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".
     link: the `Link` (latency and bandwidth) that was emulated between the ranks, or None.
-    clock_s: what to add to the records' times to get the time of day, in seconds.
+    clock_s: the seconds to add to the records' times to get those of `time.time()`.
     """
 
     results: list

@@ -204,7 +204,7 @@ class Streams:
         record: the record of the collective call, send or receive, which isn't in the recorder's
             list yet.
         call: makes the call, and returns NCCL's handle, or None for a message of a batch.
-        sent, arriving: the tensors that the call reads, and those that it fills.
+        sent, arriving: the tensors that it reads, and those that it fills; at least one in all.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
             that there is no handle, and None is returned.
         """

@@ -6,11 +6,11 @@ import torch
 
 
 def uncompiled(cls: type) -> type:
-    """Return the decorated class, whose methods torch.compile now leaves alone, with all they call.
+    """Change `cls` so that torch.compile leaves its methods alone, with all they call; return it.
 
-    Inside a compiled program they run as plain Python. This holds for the methods in the body of
-    the class, not for inherited ones. `torch.compiler.disable` does the same for a function, but
-    imports the compiler, which takes seconds.
+    Inside a compiled program they run as plain Python. This holds for plain methods in the body of
+    the class, not for inherited ones, properties, static or class methods. For a function,
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds.
     """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)

@@ -34,7 +34,7 @@ class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
     A rank replies when it has run the launch's function, or a cell, to the end.
-    ranks: the list of the ranks' processes, each a `processes.Rank`.
+    ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which a wait for replies ends with HangError; None: never.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
@@ -63,8 +63,8 @@ class Watch:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
         A reply is what a rank sends with the word "done". After a cell it is (the repr of its
-        value, its records); after a launch's function, whose value is in a file, a list of the
-        modules in `worker.SLOW_IMPORTS` that it imported.
+        value, its records), before the first cell None; after a launch's function, whose value is
+        in a file, a list of the modules in `worker.SLOW_IMPORTS` that it imported.
         awaited: the ranks to wait for; None: all.
         RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
             has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and the error says where
@@ -190,8 +190,8 @@ class Watch:
     def _look_at_start(self, seconds: float):
         """Raise HangError if the ranks still can't connect, 60 s (`START_S`) after their start.
 
-        That is, if all are still starting, and all have been trying to connect for 30 s. What comes
-        before, loading the function and its arguments, may take any time.
+        That is, if all are still starting, and all have been trying to connect for 30 s (or are
+        suspended). Loading the function and its arguments, which comes before, may take any time.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
@@ -268,7 +268,7 @@ class Watch:
         """Raise HangError with a report, after printing the ranks' output.
 
         headline, advice: the report's first line, which says what happened, and its last, what to
-            do.
+            do. If ranks made groups of different members under one number, that replaces `advice`.
         look: the state of all ranks; None: as the board shows it now.
         """
         look = look or Look(self.board)
@@ -376,7 +376,7 @@ class Watch:
         return exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
 
     def printed(self, rank: int) -> str:
-        """Return the output of a rank so far, without its middle if it is very long."""
+        """Return a rank's output so far, beyond 2 MB (`output.KEPT_BYTES`) without its middle."""
         return self.output[rank].read()
 
     def shortage(self) -> str:
@@ -398,9 +398,9 @@ class Watch:
     def show_output(self, kept: str = "") -> list[str]:
         """Print the output not shown yet, in rank order; return each rank's whole output, by rank.
 
-        The middle of a very long output isn't printed. The returned text of a rank lacks its middle
-        only beyond 2 MB (`output.KEPT_BYTES`). Output from before the watch is left out, unless the
-        watch is `fresh`.
+        Without `live` each call prints all of it, but both ends only of a rank's output beyond 200
+        lines or 100,000 characters. The returned text lacks its middle beyond 2 MB
+        (`output.KEPT_BYTES`). Output from before the watch is left out, unless that is `fresh`.
         kept: the name of the list that the user can find the whole output in, such as "run.output".
             A note in place of what isn't printed says so. "": it names no list.
         """

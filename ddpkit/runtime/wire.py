@@ -118,7 +118,7 @@ def _hold_back(recorder: Recorder, record: Record):
 
     The real transfer is complete already. A rank's transfers queue behind each other: `link_out`
     and `link_in` of the recorder are the times at which the link is free again, in each direction.
-    `record.started` is set to when the link took the call.
+    `record.started` becomes the time at which the link took the call; a send has it already.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -352,9 +352,9 @@ class WireGroup(dist.ProcessGroup):
     # Point to point.
 
     def send(self, tensors, dst, tag):
-        """Record a send and make it; return its handle. The link, if any, delays it in `wait`.
+        """Record a send and make it; return its handle, whose `wait` an emulated link prolongs.
 
-        tensors: a list of one tensor. dst: the receiver's number in the group.
+        tensors: a list of one tensor. dst: the receiver's number in the group. tag: the message's.
         """
         record, recorder = self._message("send", tensors[0], dst, tag), self.recorder
         link = recorder.link
@@ -367,9 +367,9 @@ class WireGroup(dist.ProcessGroup):
         return self._handle(self.inner.send(tensors, dst, tag), record)
 
     def recv(self, tensors, src, tag):
-        """Record a receive and start it; return its handle. The link, if any, delays it in `wait`.
+        """Record a receive and start it; return its handle, whose `wait` an emulated link prolongs.
 
-        tensors: a list of one tensor, to be filled. src: the sender's number in the group.
+        tensors: [the one to fill]. src: the sender's number in the group. tag: the message's.
         """
         record, recorder = self._message("recv", tensors[0], src, tag), self.recorder
         if streams := recorder.streams and self._streams(tensors):
@@ -381,7 +381,7 @@ class WireGroup(dist.ProcessGroup):
         """Record a receive from any rank and start it; return its handle.
 
         The record gets its sender, and the channel from that rank to this one, when `wait` has
-        ended, since only then is the sender known.
+        ended, since only then is the sender known. tensors, tag: as in `recv`.
         """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
         recorder.issue(record, (), tensors[0])
@@ -400,7 +400,6 @@ class WireGroup(dist.ProcessGroup):
         """Return a new record of a send or receive that is about to be made.
 
         The recorder doesn't have it yet. op: "send" or "recv". tensor: the one to send or fill.
-
         peer: the other rank's number in the group; None for a receive from any rank.
         """
         return self._record(
@@ -460,7 +459,7 @@ class WireGroup(dist.ProcessGroup):
         All members of this group must call it. None: this rank isn't in any part.
         ranks: the members of this rank's part, as numbers in this group; those of the first part,
             if this rank is in none.
-        timeout: None, or torch's default, means this group's timeout.
+        timeout: None, or torch's default, means this group's timeout. The others are torch's.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
@@ -722,7 +721,7 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Return a new Gloo group of all ranks that isn't recorded, as a baseline for the wire."""
+    """Return a new Gloo group that isn't recorded, to compare with the wire; all ranks call it."""
     return _new_group(backend="gloo")
 
 
@@ -731,8 +730,9 @@ def _batched(p2p_op_list):
 
     NCCL's messages on the wire are sent as one: torch batches messages only for its own class of
     group; one by one they would deadlock. A rank's messages to itself, which NCCL copies and Gloo
-    refuses, go with the others and aren't recorded, as no other rank takes part in them.
-    p2p_op_list: a list of `dist.P2POp`.
+    refuses, go with the others and aren't recorded, as no other rank takes part in them. All other
+    lists are passed to torch's own function.
+    p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None
     group = (first.group or c10d._get_default_group()) if first else None

@@ -111,9 +111,9 @@ def collective(
     A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes that must be the same on all ranks, which compare the number of elements in
-        them unless the call is `uneven`.
-    shapes: the shapes of this rank's input tensors, which give the field `bytes` of the `Said`.
+    alike: the shapes whose number of elements, all together, must be the same on all ranks unless
+        the call is `uneven`.
+    shapes: of this rank's input tensors; they give the fields `bytes` and, by the first, `shape`.
     dtype: of the tensors; None for a barrier, which has none.
     reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.

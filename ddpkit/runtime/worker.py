@@ -54,6 +54,9 @@ class Assignment:
     """The orders of a new rank, which its process unpickles first.
 
     It is plain data, so that unpickling it imports nothing of the user's before the rank is set up.
+    folder: the launch's. choice, link, keep_values, check_buffers: as in `processes.world`.
+    environ: {name: value} of all environment variables of the rank.
+    cells: {file: entry of `linecache.cache`} of notebook cells, whose lines tracebacks show.
     """
 
     rank: int
@@ -295,7 +298,11 @@ def join_world(assignment: Assignment, recorder: Recorder):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler for all that a cell can define; tensors on a GPU become tensors on the CPU."""
+    """A pickler for a rank's result, which `save` writes: tensors on a GPU become ones on the CPU.
+
+    So the parent, which unpickles it, needn't use CUDA. Functions and classes that a notebook's
+    cell defines, lambdas as well, are pickled with their code.
+    """
 
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
