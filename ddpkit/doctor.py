@@ -6,7 +6,6 @@ without it. It prints no paths, since notebook 00 stores its output.
 
 import importlib.metadata
 import importlib.util
-import multiprocessing
 import os
 import platform
 import re
@@ -30,6 +29,7 @@ from .runtime.machine import (
     torch_requirement,
     untried_torch,
 )
+from .runtime.processes import start_method
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 11)
@@ -138,7 +138,7 @@ def examine() -> Iterator[Finding]:
     value = "available: any number of ranks on the CPU" if gloo else "missing in this torch"
     yield judge("Gloo", value, gloo)
     yield loopback()
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    forks = start_method() == "forkserver"
     value = "from a fork server: about 0.1 s" if forks else "by spawn"
     yield judge("new ranks", value, forks)
     if os.path.exists("/dev/shm"):

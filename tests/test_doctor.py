@@ -50,7 +50,7 @@ RIGHT = Run([3.0, 3.0])
         ("nccl_version", always((2, 30, 3)), "NCCL", OK, ""),
         ("dist.is_gloo_available", always(False), "Gloo", PROBLEM, "pytorch.org"),
         ("socket.create_server", refuse, "loopback", PROBLEM, "firewall"),
-        ("multiprocessing.get_all_start_methods", always(["spawn"]), "new ranks", NOTE, "WSL"),
+        ("start_method", always("spawn"), "new ranks", NOTE, "WSL"),
         ("shutil.disk_usage", disk(64 * 2**20), "shared memory", NOTE, "--shm-size"),
         ("shutil.disk_usage", disk(64 * 2**20), "temp space", PROBLEM, "TMPDIR"),
         ("shutil.disk_usage", disk(8 * GIB), "temp space", OK, ""),

@@ -92,7 +92,7 @@ def of_partial(name: str, args: tuple, kinds: list[Kind | None]) -> Kind:
         other = next((str(kind or "a constant") for kind in kinds if kind != PARTIAL), "a number")
         if len(kinds) > 1 and set(kinds) == {PARTIAL}:
             return PARTIAL
-        raise Untyped(f"partial + {other} is of no kind: every rank adds it; add it behind the sum")
+        raise Untyped(f"partial + {other} is of no kind: every rank adds it; add it after the sum")
     if name in SCALES and kinds[1:] in ([], [None]):
         return PARTIAL
     raise Untyped(f"{name} of summands isn't a summand of {name}: the sum over ranks is due first")
