@@ -289,9 +289,9 @@ def training_bytes(
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
     precision: "fp32"; "mixed", with parameters and gradients of 16 bits and an fp32 copy in the
-        optimizer; "mixed, fp32 gradients"; or "bf16" for all three. The activations of blocks have
-        the parameters' format. attention: "materialised" or "flash".
-    dropout: whether the model has dropout, whose masks are then kept.
+        optimizer; "mixed, fp32 gradients"; or "bf16" for all three. Activations have the format of
+        the parameters; the loss, 4 bytes for each token and each of GPT-2's 50,257 words.
+    attention: "materialised" or "flash". dropout: whether there is dropout, whose masks are kept.
 
     The peak is where backward begins or, with checkpoints, where a block has been computed again.
     The gradients of all parameters are counted, since from the second micro-batch on all are there.

@@ -135,10 +135,10 @@ class Stage:
     There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
     of `page.TALLEST` pixels are left out, or shortened.
 
-    frames: all frames of the animation. world_size: the number of ranks.
+    frames: all frames of the animation. world_size: the number of ranks. The rest is made of them:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
-    changes: for each frame of a collective call, the drawing of all ranks' numbers before and after
-        it; None for other frames, and if the numbers weren't kept.
+    changes: for each frame of a collective call a `figures.Change`, which draws all ranks' numbers
+        before and after it; None for other frames, and if the numbers weren't kept.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
         106 (LEFT) and y from the top of the rank's row, below its padding of 10 (PAD). A buffer's
         key is a number or a call's name, as in `Frame.memory`.

@@ -344,7 +344,7 @@ class Board:
 
         A call is written when it is made, and again when it has begun or completed. That a rank
         destroys a group is counted as well; that it begins to wait, or asks whether a call is
-        complete, isn't. As long as all counts stay the same, no rank has moved.
+        complete, isn't. While all counts stay the same, no call is made, begins or completes.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 

@@ -72,7 +72,7 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 class FreeMemory:
     """A log of the last seconds' free memory, to tell whether a process died for lack of it.
 
-    It keeps the last 8 samples, which the owner takes by calling `look` again and again.
+    The owner calls `look` again and again. Of its samples the last 8 are kept, for `shortage`.
     """
 
     def __init__(self):
