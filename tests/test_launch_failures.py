@@ -21,6 +21,7 @@ from ddpkit import HangError, LaunchError, RankError, launch
 from ddpkit.runtime import processes, watch, worker
 from ddpkit.runtime.backends import Choice
 from ddpkit.runtime.board import STARTING
+from ddpkit.runtime.exits import note_exits, noted_exit
 from ddpkit.runtime.watch import Watch
 
 NAME = Path(__file__).name
@@ -254,6 +255,17 @@ def test_trap_15_exits_and_signals(how, says):
     assert [line for line in lines if line.startswith("  Rank ")][-2:] == [
         f"  Rank {rank} was in all_reduce(8 float32, sum), {place}" for rank in (0, 2)
     ]
+
+
+def test_any_status_that_os_exit_takes_is_noted(tmp_path):
+    def leaves():
+        note_exits(tmp_path, 0)
+        os._exit(True)
+
+    with pytest.raises(RankError):
+        launch(leaves, world_size=1)
+    code, (_, line, function) = noted_exit(tmp_path, 0)
+    assert (code, line, function) == (1, leaves.__code__.co_firstlineno + 2, "leaves")
 
 
 def test_of_an_abort_the_first_complaint_of_a_kernel_is_shown():

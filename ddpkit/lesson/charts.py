@@ -563,7 +563,7 @@ def crossing(
 ) -> Picture:
     """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
-    Both axes are logarithmic; sizes go from 1 kB to 10 MB, or further if a mark or point needs it.
+    Both axes are logarithmic; sizes go from 1 kB to 10 MB, and to all points and 30 × each mark.
     A circle and a dashed line mark each size at which a different algorithm becomes the fastest.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.

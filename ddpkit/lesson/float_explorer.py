@@ -109,7 +109,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Write the present number into all widgets; `_move` ignores what they then report."""
+        """Show the typed text, the format and the number's bits; `_move` ignores the reports."""
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format

@@ -19,7 +19,7 @@ class Layers(nn.Module):
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
     sleeps: the seconds that every block sleeps in forward, to stand in for computing; in backward
-        it sleeps twice as long.
+        it sleeps twice as long (the first only if the model's input needs a gradient).
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):

@@ -53,9 +53,9 @@ def key(record: Record) -> tuple:
     """Return a tuple that identifies the message or collective call that a record belongs to.
 
     The records of all its ranks give the same tuple. For a message it is (channel, index on the
-    channel), where the channel is one direction between two ranks. For a collective it is (channel,
-    index, ranks); there the channel is the number of a group, and the ranks are needed because two
-    groups may have the same number.
+    channel), where the channel is a group, one direction between two ranks, and a tag. For a
+    collective it is (channel, index, ranks); there the channel is the number of a group, and the
+    ranks are needed because two groups may have the same number.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq

@@ -226,7 +226,7 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write a call with all its fields into its slot on the page of `rank`, or rewrite it.
+        """Write a call into its slot on a page; or rewrite all of it, where `update` does less.
 
         The index of a new call is `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
         Another process may read at any moment. It gets neither call while the slot passes from one
@@ -340,11 +340,12 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return a count for each rank, which grows when the rank writes a call or its state.
+        """Return a count for each rank, which grows with each call or state that it writes.
 
-        A call is written when it is made, and again when it has begun or completed. That a rank
-        destroys a group is counted as well; that it begins to wait, or asks whether a call is
-        complete, isn't. While all counts stay the same, no call is made, begins or completes.
+        A call is written when it is made, and again when it has begun or completed; a state, by
+        `set_state`. That a rank destroys a group is counted as well; that it begins to wait, or
+        asks whether a call is complete, isn't. Between equal counts no call is made, begins or
+        completes.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 

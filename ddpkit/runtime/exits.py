@@ -32,8 +32,9 @@ def note_exits(folder: Path, rank: int) -> None:
     def noted_exit(status):
         if os.getpid() == pid:
             file, line, function, _ = call_site(2)
-            with contextlib.suppress(OSError):  # the folder is gone, since the run has finished
-                text = f"{status}\n{file}\n{line}\n{function}"
+            # The folder is gone, since the run has finished; or os._exit will refuse the status.
+            with contextlib.suppress(OSError, TypeError, ValueError):
+                text = f"{status:d}\n{file}\n{line}\n{function}"
                 (folder / f"exit.{rank}").write_text(text)
         exit_at_once(status)
 

@@ -77,7 +77,7 @@ class Link:
             to use the algorithm that this module's `USUAL` names for it, such as a ring.
         nbytes: the bytes of the tensor in a message, broadcast, reduce or all_reduce; of all parts
             together if each rank has one, as in all_gather, reduce_scatter or scatter; of what one
-            rank hands in, for an all_to_all; ignored for a barrier or new_group.
+            rank hands in, for an all_to_all; 0 for a barrier or new_group.
         world_size: the number of ranks in the call's group. ValueError: `op` is unknown.
         """
         hops, share = _hops_and_share(op, world_size)

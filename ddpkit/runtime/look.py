@@ -116,7 +116,7 @@ class Look:
         """Yield a `Situation` for each thread of `rank` that is waiting in a call not yet complete.
 
         Its `call` is the one that holds the thread up. On a GPU this may be an earlier call, queued
-        before the one in which the thread waits.
+        before the one in which the thread waits, also where there is no standstill.
         """
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
@@ -230,7 +230,8 @@ class Look:
     def _line(self, call: Record, rank: int) -> list[Record]:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
-        Collectives and messages share that queue. Where ranks are on the CPU, the list is empty.
+        `call` may be another rank's record. Collectives and messages share that queue. Where ranks
+        are on the CPU, the list is empty.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]

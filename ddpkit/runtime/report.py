@@ -52,8 +52,8 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
 
     by_rank: {rank: its record of the call}.
     pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
-        expects. The rank that is in most of them is named first: if one rank is at fault, it is in
-        all.
+        expects. Those of the rank that is in most of them come first: if one rank is at fault, it
+        is in all.
     """
     in_pairs = Counter(rank for pair in pairs for rank in pair)
     odd, times = in_pairs.most_common(1)[0]

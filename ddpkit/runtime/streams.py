@@ -92,9 +92,9 @@ class Cuda:
     def use(self):
         """Prepare this thread for querying events, also while another thread captures a CUDA graph.
 
-        Such a query would be an error and spoil the graph, unless this thread has declared that
-        only its own captures concern it. The declaration is a function of CUDA's runtime library.
-        If that isn't loaded, a query during a capture stays an error.
+        The rank's GPU becomes the thread's current one. Such a query would be an error and spoil
+        the graph, unless this thread has declared, by a function of CUDA's runtime library, that
+        only its own captures concern it. Without that library, it stays an error.
         """
         # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)

@@ -192,7 +192,7 @@ class Watch:
 
         That is, if all are still starting, and all have been trying to connect for 30 s (or are
         suspended). Loading the function and its arguments, which comes before, may take any time.
-        seconds: the seconds since the start.
+        From 30 s on it asks each rank for its stack. seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
         if not starting or seconds < START_S / 2:  # asking for its stack interrupts a rank
@@ -376,7 +376,7 @@ class Watch:
         return exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
 
     def printed(self, rank: int) -> str:
-        """Return a rank's output so far, beyond 2 MB (`output.KEPT_BYTES`) without its middle."""
+        """Return a rank's output so far, for a report; beyond 2 MB (`KEPT_BYTES`), both ends."""
         return self.output[rank].read()
 
     def shortage(self) -> str:
