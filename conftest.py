@@ -85,6 +85,7 @@ LIVE = "image/svg+xml", "text/html"  # refresh.py drops them
 EDITION = "2a95af4ac93f"
 OF_THE_TEXT = r"\d\.\d(?= bits per byte)", r"(?<=off by )0\.\d+"
 OF_THE_TEXT += r"(?<=loss )\d\.\d{4}", r"(?<=the fullest has )\d", r"(?<=with nothing\? )\d\.\d"
+OF_THE_TEXT += (r"(?<=choices in )\d+",)
 OF_THE_TEXT += r"(?<=norm )\d\.\d{4}", r"(?<=by counting: )\d\.\d\d"
 OF_THE_TEXT += r"(?<=by counting pairs: )\d\.\d\d", r"(?<=Loss after training\? )\d\.\d"
 

@@ -14,6 +14,7 @@ import torch
 from outside import FREEZE_S, run_script
 
 from ddpkit import launch
+from ddpkit.lesson import capstone_runs
 from ddpkit.tools.rate import learning_rate
 from ddpkit.train import TrainConfig, Trainer, problems
 from ddpkit.train import __main__ as train_command
@@ -484,3 +485,22 @@ if __name__ == "__main__":
 def test_under_torchrun_on_a_gpu(tmp_path):
     torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
     assert run_script(tmp_path, ON_GPU, command=torchrun) == "cuda True\n"
+
+
+def with_twice_the_gradients(config):
+    trainer = Trainer(config)
+    for parameter in filter(lambda each: each.requires_grad, trainer.part.parameters()):
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    return [trainer.step(number)["loss"] for number in range(2)], whole_state(trainer)
+
+
+def test_the_exact_twin_sees_a_factor():
+    """Signs hide it: losses and parameters are alike, the sums of gradients aren't."""
+    sizes = {"layers": 1, "width": 8, "heads": 2, "length": 4, "batch": 2}
+    twin = TrainConfig(**sizes, exact=True, optimizer="sign", clip=0.0)
+    (right,) = launch(capstone_runs.twin_of, twin, 2, world_size=1)
+    (losses, state) = launch(with_twice_the_gradients, twin, world_size=1)[0]
+    assert (losses, state.keys()) == (right[0], right[1].keys())
+    wrong = {name for name in state if not torch.equal(state[name], right[1][name])}
+    assert wrong == {name for name in state if name.startswith("optimizer.sum.")}
+    assert not capstone_runs.same(right, (losses, state))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..runtime.run import Run
 from ..tools.passes import sent_by_all
 from ..train import TrainConfig, Trainer, state_of, train, whole_parameters
+from ..train.state import whole_state
 
 
 def losses_of(config: TrainConfig) -> list[float]:
@@ -39,22 +40,23 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 
 
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Take the first `count` steps; return (their losses, {parameter's name: whole tensor}).
+    """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
-    To be called on every rank; all ranks return the same. Checkpoints are neither read nor written.
-    If `config.exact` is true, all meshes give results that are equal to the last bit, which `same`
-    can check.
+    The state has parameters, and what the optimizer keeps: for "sign" the sum of all gradients, in
+    which a wrong factor shows. To be called on every rank; all ranks return the same. Checkpoints
+    are neither read nor written. If `config.exact` is true, all meshes give results that are equal
+    to the last bit, which `same` can check.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
-    return losses, whole_parameters(trainer)
+    return losses, whole_state(trainer)
 
 
 def same(one: tuple, other: tuple) -> bool:
-    """Return whether two trainings have the same losses and parameters, to the last bit.
+    """Return whether two trainings have the same losses and state, to the last bit.
 
-    one, other: (losses, {parameter's name: tensor}) of each training, as `twin_of` returns them.
-        Only the parameters that `one` names are compared. KeyError: `other` lacks one of them.
+    one, other: (losses, {name: tensor}) of each training, as `twin_of` returns them. Only the
+        tensors that `one` names are compared. KeyError: `other` lacks one of them.
     """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)

@@ -332,8 +332,9 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
                 axes.text(len(means) - 0.9, below + band[-1] / 2, str(expert), fontsize=page.SMALL)
             below += band[-1]
         axes.set_title(name, fontsize=page.NORMAL)
-        axes.set_xticks(range(0, len(means), 3))
-        axes.set(xlabel=f"{EVERY} steps each", ylim=(0, 1), xlim=(0, len(means) - 1))
+        at = range(0, len(means), 3)
+        axes.set_xticks(at, [EVERY * number for number in at])
+        axes.set(xlabel=f"step (means of {EVERY})", ylim=(0, 1), xlim=(0, len(means) - 1))
         last = fullest(means[-1].tolist())
         said.append(f"{name}: in the end the fullest has {last:.0f} times its fair share")
     return Picture(figure, "\n".join(said))
