@@ -1,7 +1,7 @@
 """Draw the pictures of notebooks 08 and 09: softmax merged in pairs, memory, rooflines, costs.
 
-Each function returns a `Picture`: a matplotlib figure, and a text that says what it shows, which
-serves as its alt text.
+Each public function returns a `Picture`: a matplotlib figure, and a text that says what it shows,
+which serves as its alt text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ def merge_tree(row: Sequence[float]) -> Picture:
     number of boxes, its last is repeated in the next. The alt text lists the pairs of every line.
     Used in notebook 08.
 
-    row: 2 to 8 numbers, -inf for one that is masked.
+    row: 2 to 8 floats, -inf for one that is masked.
     """
     values = torch.tensor(row).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]

@@ -37,7 +37,7 @@ def bucket_calculator(
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
-    ValueError: there are no gradients, or `ready_s` doesn't have one time for each of them.
+    ValueError: no gradients, not one time for each of them, or `world_size` is below 1.
 
     The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
     those of 1, 3 and 10 ms that are larger. For one latency all caps share a time scale, so that
@@ -74,7 +74,7 @@ def bucket_calculator(
 
 
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
-    """Return {bucket cap in bytes: plan} for all caps that make a difference, each a power of two.
+    """Return {bucket cap in bytes: plan} for all powers of two that make a difference as caps.
 
     A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
     cap. A plan is a list of buckets in the order of sending, each a list of indices into

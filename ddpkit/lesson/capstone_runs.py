@@ -42,10 +42,10 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
-    The state has parameters, and what the optimizer keeps: for "sign" the sum of all gradients, in
-    which a wrong factor shows. To be called on every rank; all ranks return the same. Checkpoints
-    are neither read nor written. If `config.exact` is true, all meshes give results that are equal
-    to the last bit, which `same` can check.
+    The state has parameters, buffers, and what the optimizer keeps for each element: for "sign" the
+    sum of all gradients, in which a wrong factor shows. To be called on every rank; all return
+    the same. Checkpoints are neither read nor written. If `config.exact` is true, all meshes give
+    results that are equal to the last bit, which `same` can check.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -53,7 +53,7 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
 
 
 def same(one: tuple, other: tuple) -> bool:
-    """Return whether two trainings have the same losses and state, to the last bit.
+    """Return whether two trainings have equal losses and state, without any tolerance.
 
     one, other: (losses, {name: tensor}) of each training, as `twin_of` returns them. Only the
         tensors that `one` names are compared. KeyError: `other` lacks one of them.
@@ -66,10 +66,10 @@ def train_and_die(config: TrainConfig, at: int) -> None:
     """Train, but let rank 1 kill its own process when step `at` begins.
 
     To be called on every rank of a launch, which fails because of it. Steps count from 0. The
-    process dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only the
-    checkpoints in `config.folder` are left. Before it dies, rank 1 waits up to 60 seconds until the
-    last checkpoint that was due is saved; all 60 if `at` is less than `config.save_every`, since
-    none was due. `config.save_every` must not be 0.
+    process dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only what is
+    in `config.folder` is left. Before it dies, rank 1 waits up to 60 seconds until the last
+    checkpoint that was due is saved; all 60 if `at` is less than `config.save_every`, since none
+    was due. `config.save_every` must not be 0.
     """
 
     def die(number: int) -> None:
@@ -109,8 +109,8 @@ def sent(run: Run) -> float:
     all count at the rank that it comes from.
 
     run: what `launch` returned.
-    ValueError: rank 0 made no barrier. KeyError: it made a call that no ring does, such as
-        all_to_all.
+    ValueError: rank 0 made no barrier. KeyError: `sent_by_all` doesn't count a call that it made
+        afterwards, such as all_to_all.
     """
     records = run.wire[0]
     after = max(at for at, record in enumerate(records) if record.op == "barrier")

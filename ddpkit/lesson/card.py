@@ -2,8 +2,8 @@
 
 The verdict gives a card its sign and its colours: True is a right answer (✓), False a failed check
 (✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card has its own light
-background, so it is legible in dark themes as well. All texts are plain text; in titles, paragraphs
-and questions, words in backticks are shown as code.
+background, so it is legible in dark themes as well. All texts are plain text; in titles, questions
+and paragraphs of one line, words in backticks are shown as code.
 """
 
 import html
@@ -40,8 +40,8 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
     """Return the HTML of a card with a sign, a title in bold and paragraphs below it.
 
     passed: True for a ✓, False for a ✗, None for a ·.
-    title, said: the title and the paragraphs as plain text, in which `code` stands in backticks. A
-        paragraph of several lines is shown verbatim in a code font; empty ones are left out.
+    title, said: the title and the paragraphs as plain text, in which `code` stands in backticks,
+        but a paragraph of several lines is shown verbatim in a code font. Empty ones are left out.
     folds: {text to click on: text that then unfolds}, shown at the foot of the card.
     """
     sign, ink, _ = LOOKS[passed]

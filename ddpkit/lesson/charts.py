@@ -1,8 +1,8 @@
 """Draw charts of measurements, and beside them of the times that a cost model predicts.
 
-Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
-shows, which serves as its alt text. The alt text states no measured number: those differ between
-runs, and notebooks print them in tables.
+Each public function that draws returns a `Picture`: a matplotlib figure, and a text that says what
+it shows, which serves as its alt text. The alt text states no measured time or speed: those differ
+between runs, and notebooks print them in tables.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def bandwidth(results) -> Picture:
     the call took only the time of moving the same bytes. Bars whose ceiling wasn't measured have no
     mark. Used in notebook 02.
 
-    results: the measurements of one collective call, as `ddpkit.bench.measure` returns them.
+    results: the measurements of one collective call, from `ddpkit.bench.collectives.measure`.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -144,7 +144,7 @@ def variants(seconds: Mapping[str, Sequence[float]], compute: str, link=None) ->
     link: the `Link` (a slower network) that the launch emulated, or its text, to be named in the
         title; None if there was none.
 
-    The alt text names the variants and states no time. Used in notebook 04.
+    The alt text names the variants and states no measured time. Used in notebook 04.
     """
     import numpy
 
@@ -256,7 +256,8 @@ def bucket_timeline(
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
     longest_s: the least number of seconds on the time axis, so that pictures can share a scale.
-    ValueError: a gradient isn't in exactly one bucket, or has no time or no size.
+    ValueError: no gradients, or one isn't in exactly one bucket or lacks a time or a size, or
+        `world_size` is below 1.
 
     The alt text is that of `describe_buckets`, without times. Used in notebook 04.
     """
@@ -522,9 +523,9 @@ def fitted(
         algorithm and the number of ranks of the first one; so have those of `held_out`.
     held_out: measurements, at least one, that the model wasn't fitted to, drawn as hollow points,
         which show whether it predicts.
-    title: the heading; it should say so if the link between ranks was emulated.
+    title: the heading, also of the alt text; it should say so if the link was emulated.
 
-    The alt text counts the points and states no time. Used in notebook 02.
+    The alt text counts the points, and states no time unless the title does. Used in notebook 02.
     """
     algorithm, world_size, *_ = measured[0]
     name = f"{algorithm}, {world_size} ranks"
@@ -563,18 +564,18 @@ def crossing(
 ) -> Picture:
     """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
-    Both axes are logarithmic; sizes go from 1 kB to 10 MB, and to all points and 30 × each mark.
-    A circle and a dashed line mark each size at which a different algorithm becomes the fastest.
+    Both axes are logarithmic; sizes go from 1 kB to 10 MB, and farther if measurements, or 1/30 and
+    30 × the marks, do. A circle and a dashed line mark where another algorithm becomes the fastest.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     world_size: the number of ranks.
     measured: times with this number of ranks, drawn as points; other algorithms than those named
         are left out.
-    title: the heading; it should say so if the link between ranks was emulated.
+    title: the heading, also of the alt text; it should say so if the link was emulated.
 
-    The alt text names the fastest algorithms, from small sizes to large, and states no number. Used
-    in notebook 02.
+    The alt text names the fastest algorithms, from small sizes to large, and states no number but
+    the title's. Used in notebook 02.
     """
     changes = takeovers(model, algorithms, world_size)
     around = [nbytes * factor for nbytes, _, _ in changes for factor in (1 / 30, 30)]

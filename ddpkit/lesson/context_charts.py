@@ -276,10 +276,10 @@ def crossing(
 ) -> Picture:
     """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
 
-    Lines follow the formula of `sent_for_a_key`, dotted where an all-to-all can't run, since there
-    are fewer such heads than ranks; points are the bytes in the records of a run. A dashed line
-    marks the number of heads for which ring and all-to-all send equally much. The alt text states
-    it, and the most bytes that were measured.
+    Lines follow the formula of `sent_for_a_key`, the all-to-all's dotted where there are fewer such
+    heads than ranks, so that it can't run; points are the bytes in the records of a run. A dashed
+    line marks the number of heads for which ring and all-to-all send equally much. The alt text
+    states it, and the most bytes that were measured.
 
     measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.

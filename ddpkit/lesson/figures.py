@@ -1,7 +1,7 @@
 """Draw ranks at work: a collective's effect, bytes, hops, time, and the processes that ranks are.
 
-Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
-shows, which serves as its alt text. Each figure shows one thing, and its alt text states no
+Each public function that draws returns a `Picture`: a matplotlib figure, and a text that says what
+it shows, which serves as its alt text. Each figure shows one thing, and its alt text states no
 measured time. The functions that draw a run take what `launch` returned; `run.wire` has the records
 of each rank's calls.
 """
@@ -22,11 +22,11 @@ def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
     A number has the colour of the rank that it came from, as `find_owners` finds it; it is grey if
-    that is unknown, as for a sum, or if several other ranks had its value. Used in notebook 01.
+    that is unknown, as it may be for a sum or a value of several ranks. Used in notebook 01.
 
     pairs: for each rank, (before, after), for example what `launch` returned if the function
         returned that pair. Each is a tensor or list of any length, or None for nothing.
-    title: the heading of the picture and of its alt text, which states all numbers.
+    title: the heading of the picture and of its alt text, with each rank's first 16 numbers.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = find_owners(before, after)
@@ -117,7 +117,7 @@ def flat(values) -> list | None:
 def _say_rows(rows: Sequence[list | None]) -> str:
     """Return in words what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'.
 
-    rows: for each rank, its numbers, or None.
+    rows: for each rank, its numbers, or None. After 16 numbers, the rest is "…".
     """
     said = []
     for who, text in alike(numbers(row or None) for row in rows):
@@ -128,8 +128,8 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
     """Group the ranks that have the same text; return [(the ranks in words, their text)].
 
-    The words are like "ranks 0 and 2", or "every rank" if all have the same text. Groups are in the
-    order of their lowest ranks.
+    The words are like "ranks 0 and 2", or "every rank" if there are several, all with the same
+    text. Groups are in the order of their lowest ranks.
 
     texts: the text of each rank, in the order of ranks.
     """
@@ -230,8 +230,8 @@ def hops(run) -> Picture:
     """Draw the messages of a run as arrows between ranks, a row for each hop.
 
     A hop is a set of messages that can travel at the same time: each is one hop later than the last
-    message that its sender or receiver had to finish before it. Only messages (sends and receives)
-    are drawn, since those inside torch's own collectives aren't recorded. The alt text lists them.
+    message that its sender or receiver had to finish before it. Only messages with a recorded send
+    and receive are drawn, so none inside torch's own collectives. The alt text lists them.
 
     run: what `launch` returned.
     """
@@ -263,14 +263,14 @@ def hops(run) -> Picture:
 def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
     """Draw when each rank computed, when it waited, and when its calls were on the wire.
 
-    A rank has two lanes: its program above, its communication below. Where the lower lane is busy
-    while the upper one computes, the two overlap. A run without calls that are drawn is left out;
-    if that is true of all runs, the picture says so in words.
+    A rank has two lanes: its program above, its communication below (on a GPU, a lane a stream).
+    Where a lower lane is busy while the upper one computes, the two overlap. A run without calls
+    that are drawn is left out; if that is true of all runs, the picture says so in words.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}, drawn as stacked panels with a
         shared time axis.
-    after: the name of an operation, such as "broadcast": each rank's time up to the end of its last
-        call of that operation isn't drawn. None: draw everything.
+    after: the name of an operation, such as "broadcast": a rank is drawn from the end of its last
+        call of it, with later calls. None, or a rank without such a call: from its first call on.
     backward: whether the launched function returned, on each rank, the time by
         `time.perf_counter()` at which its last backward began; the upper lane is then darker from
         that time on.

@@ -1,11 +1,11 @@
 """Build the animation of a recorded run: every rank's numbers after each event, and their owners.
 
 The animation is called a film, and is a list of frames, which `player` and `circle` draw. An event
-is a message sent, a message received, or a collective call. The owner of a number is the rank that
-it came from. Owners follow from the records of the ranks' calls: before its first receive a rank's
-numbers are its own, and a message brings its owners along to the elements where it arrives. A
-number that changes in place after the first receive is compared with sums of ranks' numbers: it
-belongs to all ranks in a sum that it equals; otherwise its owner is unknown.
+is a message sent or received, a collective call, or what went wrong. The owner of a number is the
+rank that it came from. Owners follow from the records of the ranks' calls: until anything arrives a
+rank's numbers are its own, and a message brings its owners along to the elements where it arrives.
+A number that changes in place later is compared with sums of ranks' numbers: it belongs to all
+ranks in a sum that it equals; otherwise its owner is unknown.
 """
 
 import copy
@@ -51,19 +51,19 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
 class Frame:
     """One picture of an animation: an event of the run, and every rank's elements just after it.
 
-    The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it is a
-    sum over several, or None if that is unknown. A hop is all messages that travel side by side.
+    The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it
+    combines several, or None if unknown. A hop is all messages that travel side by side.
 
     event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
-        that the run's records give it or, for the result of a collective call, the call's name.
-    flying: (sender, receiver) of each message in flight other than the event's own.
+        that the run's records give it or, for a collective's result without one, the call's name.
+    flying: (sender, receiver) of each message in flight other than one that the event sends.
     status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events up to this one of the kinds "differ", "stuck", "lost" and "failed", which
         `replay.Event` explains.
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves, at
-        its sender if it is sent, at its receiver if it is received; {} if values weren't kept.
-    owners: the owner of each element of the event's message.
+        its sender if it is sent, at its receiver if it is received; {} if no buffer was kept.
+    owners: the owner of each element of the event's message; [] if its values weren't kept.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
     holdings: for each rank, its `Holdings` (buffers, and the owners of the numbers in them) at the
         end; only in the last frame that `film` returns.
@@ -83,7 +83,7 @@ class Frame:
 class Holdings:
     """The buffers of one rank, each number with its owner, kept up to date from record to record.
 
-    The owner of a number is the rank that it came from, or a frozenset of ranks if it is their sum.
+    The owner of a number is the rank that it came from; a frozenset if it combines several.
 
     rank: the rank. records: the records of all its calls, in order. At first only the contents of
         what it sends before anything else are known; the caller then passes record after record to
@@ -177,9 +177,9 @@ class Holdings:
     def owners_of(self, record: Record) -> list:
         """Return the owner of each number in a message that this rank sends, in order.
 
-        record: the record of the send call. If its `memory` is None (values weren't kept, or there
-            were too many), the owner of every number is this rank until it has received anything,
-            and None (unknown) from then on.
+        record: the record of the send call. If its `memory` is None (the buffer wasn't kept), the
+            owner of every number is this rank until it has received anything, and None (unknown)
+            from then on; [] is returned if its `values` weren't kept either.
         """
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
@@ -217,8 +217,8 @@ def _changed(now, then) -> bool:
 def place(record: Record) -> range:
     """Return the indices of the numbers that a call moves, within the storage of its tensor.
 
-    record: a call's record, from a launch with keep_values=True: only then it has the field
-        `memory`, which says where in the storage the tensor lies.
+    record: a call's record whose `memory`, which says where in the storage the tensor lies, isn't
+        None: from a launch with keep_values=True, and with a storage of at most 64 elements.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 

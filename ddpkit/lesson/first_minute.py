@@ -64,7 +64,7 @@ class FourRanks(Live):
     """A widget that launches a ring all-reduce on four ranks, and shows their messages.
 
     Creating one launches the ranks, and waits until they have finished. Below the animation of
-    their messages are two buttons, each of which launches a function in which a rank fails.
+    their messages are two buttons, each of which launches a function that goes wrong.
 
     player: the widget that animates the messages, with a slider over the hops.
     report: the HTML widget below the buttons. After a click it shows the code of the button's

@@ -67,7 +67,7 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 
     scores: a matrix of shape (queries, keys), in which masked scores are -inf already.
     tile: the number of queries and of keys in a tile; tiles at the edges may have fewer.
-    causal: skip the tiles in which each key comes after every query.
+    causal: leave out the keys of a tile that come after all its queries, and tiles without a key.
     """
     queries, keys = scores.shape
     for start in range(0, queries, tile):
@@ -86,8 +86,8 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
     """Return a widget that steps through a matrix of attention scores as flash attention does.
 
-    A step shows one tile, of 2 queries and 2 keys, and the state of each row after it, which is its
-    maximum, correction and sum so far, and its log-sum-exp at the end.
+    A step shows one tile, of at most 2 queries and 2 keys, and the state of each row after it,
+    which is its maximum, correction and sum so far, and its log-sum-exp at the end.
 
     scores: a matrix of shape (queries, keys), from 1 × 1 to 8 × 8 (`LARGEST`), all finite.
     causal: mask the scores of keys that come after their query.

@@ -1,4 +1,4 @@
-"""Draw the pictures of notebook 12, on FSDP, and make its calculator of when sharding pays."""
+"""Draw the pictures of notebook 12, on FSDP, and make its calculator of sending and computing."""
 
 from collections.abc import Mapping
 
@@ -51,9 +51,9 @@ def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int
     """Draw the peak memory of an FSDP step against the size of its units, beside a rule for it.
 
     A unit is a group of layers whose weights are gathered and dropped together. Bars are the peaks
-    that were counted. Black marks are the rule, by which the peak is what is always kept, and three
-    units more: the weights of two units and the gradients of one. The alt text states the counted
-    peaks.
+    that were counted. Black marks are the rule, by which the peak is at most what is always kept,
+    and three units more: the weights of two units and the gradients of one. The alt text states the
+    counted peaks.
 
     peaks: {layers in a unit: most bytes at the same time, counted in a step}.
     kept: the bytes that a rank always keeps, which are its shards and their gradients.
@@ -96,9 +96,9 @@ def worth_calculator() -> Calculator:
     """Return a widget with sliders that compares the times of sending and of computing.
 
     Sliders set the sizes of a transformer, the number of ranks and their speed. The picture shows
-    for each kind of parallelism, over NVLink, 400 Gbit and 100 Gbit Ethernet, the seconds of
-    sending divided by those of computing. Below 1, sending can hide behind computing. Used in
-    notebook 12.
+    for each kind of parallelism, over NVLink, 400 Gbit and 100 Gbit, the seconds of sending divided
+    by those of computing. Below 1, sending takes less time; not every kind can hide it behind
+    computing. Used in notebook 12.
     """
     return Calculator(
         worth,

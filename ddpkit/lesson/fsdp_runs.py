@@ -37,8 +37,8 @@ class Layers(nn.Module):
 class Sleeps(nn.Module):
     """A module that returns its input, but sleeps in forward, and twice as long in backward.
 
-    It stands in for computing on a machine whose cores are busy with sending, because sleeping,
-    unlike computing, doesn't slow the sending down. seconds: how long it sleeps in forward.
+    In backward it sleeps only if its input needs a gradient. It stands in for computing while cores
+    are busy with sending, which sleeping doesn't slow down. seconds: how long it sleeps in forward.
     """
 
     def __init__(self, seconds: float):
@@ -124,13 +124,13 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
 
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
-    """Run forward and backward twice; return this rank's calls of the second: ["AG b0", "RS b0"].
+    """Run forward and backward twice; return this rank's calls of the second as ["AG b0", ...].
 
     "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`, where a
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
     by its bytes; of units with the same size the last one is named. To be called on all ranks.
 
-    KeyError: a call has the bytes of no unit, such as one for parameters outside of `model.blocks`.
+    KeyError: a call has the bytes of no unit but the root's, or is an all-reduce (`InPlace`).
     """
     names = {}
     for unit in model.units[1:]:

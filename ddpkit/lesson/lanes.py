@@ -1,7 +1,7 @@
 """Draw the calls of a failed launch: a row (lane) for each rank, with a circle for each call.
 
 An open circle is a call that never finished. A live notebook shows the picture below the report of
-the failure; a stored notebook never contains it.
+the failure; the notebooks that the course stores don't contain it.
 """
 
 from ..runtime.errors import LaunchError
@@ -18,7 +18,7 @@ def lanes(error: LaunchError) -> Picture:
 
     A filled circle is a call that was completed, an open circle a call that wasn't. If a rank made
     more than `MOST` (14) calls, its first calls are left out, and the same number of every other
-    rank's. The alt text gives each rank's number of calls, and its last open call, where it waits.
+    rank's. The alt text gives each rank's number of calls (256 at most), and its last open call.
 
     error: what `launch` raised; its `wire` has the records of each rank's calls, the last 256.
     ValueError: no rank made a call, so there is nothing to draw.

@@ -1,8 +1,8 @@
 """Draw charts of memory: live bytes during a step, growth with length, and the room on a GPU.
 
-Each function that draws returns a `Picture`: a matplotlib figure, and a text that says what it
-shows, which serves as its alt text. Nothing here depends on the machine, so the alt texts state the
-numbers that are drawn.
+Each function that draws returns a `Picture`, `training` with a caption: a matplotlib figure, and a
+text that says what it shows, which serves as its alt text. Nothing here depends on the machine, so
+alt texts may state numbers.
 """
 
 import re
@@ -36,7 +36,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
     and dashed lines the beginnings of forward, backward and other phases. The alt text states each
     peak and what is live there. Used in notebook 06.
 
-    watched: {name of the run: its timeline}; `ddpkit.memory.watch` returns such a timeline.
+    watched: {name of the run: its timeline}; `ddpkit.memory.watch` yields such a timeline.
     """
     title = "Bytes alive during a step"
     used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
@@ -104,7 +104,7 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
     A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd", for b
     sequences of s tokens, each d numbers. The alt text lists all kept tensors by name, and their
-    sum. Used in notebook 06.
+    sum; without `terms`, the operations. Used in notebook 06.
 
     terms: the kept tensors, as `ddpkit.memory.block_activations` returns them for materialised
         attention and dropout, in this order, which gives each its place. (): no stamps.
@@ -237,15 +237,15 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    There is a bar for each way to keep activations for backward: all, selective checkpoints, or a
-    checkpoint for every block. The caption says which ways fit on a GPU with 80 GB.
-    `memory_calculator` calls this with its sliders.
+    There is a bar for each way to keep activations: all, selective checkpoints, or a checkpoint for
+    every block. The caption says which fit on a GPU with 80 GB. `memory_calculator` calls this.
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.
     batch: the arguments `batch`, `length`, `precision`, `attention` and `dropout` of
         `training_bytes`.
-    ValueError: `head_width` doesn't divide `width`.
+    ValueError: `head_width` doesn't divide `width`, a batch or length is below 1, or there is no
+        such attention. KeyError: there is no such precision.
     """
     if width % head_width:
         got = f"expected heads that divide the width {width}, got {head_width}"
@@ -265,7 +265,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """Return the number of parameters of a `ddpkit.models.GPT` that has GPT-2's 50,257 tokens."""
+    """Return the number of trained parameters of a `ddpkit.models.GPT` with 50,257 tokens."""
     return layers * (12 * width**2 + 10 * width) + VOCABULARY * width + 2 * width
 
 
@@ -293,7 +293,7 @@ def training_bytes(
         the parameters; the loss, 4 bytes for each token and each of GPT-2's 50,257 words.
     attention: "materialised" or "flash". dropout: whether there is dropout, whose masks are kept.
 
-    The peak is where backward begins or, with checkpoints, where a block has been computed again.
+    The peak is where backward begins or, if higher, where a checkpoint has computed a block again.
     The gradients of all parameters are counted, since from the second micro-batch on all are there.
     Short-lived tensors are left out.
     """

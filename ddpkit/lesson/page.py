@@ -39,7 +39,7 @@ def colour(rank: int | frozenset[int] | None) -> str:
     """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
     rank: a rank. From rank 9 on colours repeat, so labels must tell ranks apart. A frozenset of
-        ranks whose numbers were added up gives white, on which `Canvas.cells` draws stripes. None,
+        ranks whose numbers were combined gives white, on which `Canvas.cells` draws stripes. None,
         which stands for data of several ranks or of an unknown one, gives grey.
     """
     if isinstance(rank, frozenset):
@@ -75,8 +75,8 @@ class Picture:
     fit the window. Widgets show its `svg`, in which boxes and texts move that a `Canvas` drew with
     a `gid`. Both are bytes.
 
-    figure: a finished matplotlib figure. It is changed: it gets a grey frame, and lines and arrows
-        too pale for white are darkened.
+    figure: a finished matplotlib figure. It is changed: it gets a grey frame, lines and arrows too
+        pale for white are darkened, and its layout is done now and not again.
     text: what the figure shows, in words, for screen readers and stored notebooks.
     """
 
@@ -131,7 +131,7 @@ class Picture:
 
     @cached_property
     def png(self) -> bytes:
-        """Return the figure as a PNG of 128 colours, a quarter of the bytes of full colour."""
+        """Return the figure as a PNG of 128 colours, about half the bytes of full colour."""
         from PIL import Image
 
         raw, small = io.BytesIO(), io.BytesIO()
@@ -281,7 +281,7 @@ ROW = 36  # height in pixels of a line of numbers
 class Canvas:
     """A white page to draw on, measured in pixels from its upper left corner.
 
-    What is drawn later covers what was drawn before. `picture` returns the result.
+    Later shapes cover earlier ones, but texts lie above all shapes. `picture` returns the result.
 
     width, height: the size of the page, in pixels.
     gid: None, or what `moving` returned: boxes and texts that are drawn while it is set will move.
@@ -376,8 +376,8 @@ class Canvas:
         x, y: the upper left corner of the first box, in pixels. width: of a box, in pixels.
         values: the numbers. A None among them is drawn as an empty, dashed box; for an empty list
             or None, one such box is drawn.
-        owners: for each number, the rank that it came from; a frozenset of ranks if it is a sum
-            over them, which is drawn with a stripe for each; None, drawn in grey, if unknown.
+        owners: for each number, the rank that it came from; a frozenset of ranks if it combines
+            theirs, which is drawn with a stripe for each; None, drawn in grey, if unknown.
         per_line: the number of boxes in a line, which is 36 (ROW) pixels high; by default all.
         marked: the indices of the numbers that get a thick frame.
         """

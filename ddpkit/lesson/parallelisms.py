@@ -1,6 +1,6 @@
 """The map of the parallelisms: what each cuts, what it sends, whether its ranks share a machine.
 
-Notebook 00 shows the whole table; each later notebook shows it with its own row highlighted.
+Notebooks 00 and 15 show the whole table; most others show it with their own row highlighted.
 """
 
 import html

@@ -7,8 +7,8 @@ of its weights. The bubble is the idle share of the ranks' time, which for each 
 of the first action on any rank to the end of the last on any.
 
 ticks: how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
-A schedule is refused, with a ValueError, if an action is malformed, is missing or occurs twice, or
-if the ranks would hang.
+A schedule to simulate is refused, with a ValueError, if an action is malformed, is missing or
+occurs twice, if a stage is on two ranks, or if the ranks would hang.
 """
 
 import itertools
@@ -34,8 +34,8 @@ KINDS = {  # {kind of action: (name, opacity of the rank's colour, hatch)}
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
     """Draw a simulated run of a pipeline schedule: a row for each rank, a box for each action.
 
-    A box has the number of its micro-batch; primes after it, as in 3′ or 3″, mark the second or
-    third pipeline stage of the rank. Used in notebook 10.
+    A box has the number of its micro-batch, if that fits; primes after it, as in 3′ or 3″, mark the
+    second or third pipeline stage of the rank. Used in notebook 10.
 
     until: leave out the actions that begin at this tick or later, and draw a line there.
     ticks: how long a forward F, a backward B, its input part I and its weight part W take.
@@ -165,8 +165,8 @@ def _number(action: str, row: Spans) -> str:
 def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough:
     """Return a widget with a slider that steps through a simulated pipeline run, tick by tick.
 
-    It shows what each rank does, and how many micro-batches' activations it holds. Used in
-    notebook 10. Ticks should be whole numbers: of two actions within a tick it names the first.
+    It shows what each rank does, and how many micro-batches' activations its stages hold. Used in
+    notebook 10. Ticks should be whole numbers: it names only what goes on at the end of a tick.
 
     ticks: how long a forward F, a backward B, its input part I and its weight part W take.
     ValueError: the schedule is refused.
@@ -195,7 +195,7 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
 
 
 def _at(actions: Sequence[str], when: Spans, tick: int) -> str:
-    """Return the action that a rank does in the tick that ends at `tick`, or "-" if it is idle.
+    """Return the action that a rank does just before the time `tick`, or "-" if it is idle then.
 
     actions: the rank's actions, in order. when: {action: (begin, end)} in ticks.
     """
@@ -241,7 +241,7 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Return a widget with sliders for ranks, micro-batches and schedule, which draws the schedule.
+    """Return a widget that draws a schedule, with controls for its name, ranks and micro-batches.
 
     Its caption states the bubble, which is the idle share of the ranks' time. Used in notebook 10.
     """

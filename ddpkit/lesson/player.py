@@ -3,10 +3,10 @@
 `player(run)` returns an animation, with a slider, of a real run made with
 `launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
 records of the ranks' calls into a list of events, `film` finds every rank's numbers after each
-event (a frame), and this module draws the frames, one for each step of the slider. A step may also
-show a whole hop, all messages that travel at the same time. Numbers lie in buffers: the storages of
-the tensors that a rank passes to its calls, and the results of collective calls. A `Stage` is the
-layout that all frames of an animation share. `world_explorer` is a slider over the number of ranks.
+event (a frame), and this module, or `circle`, draws the frames, one for each step of the slider. A
+step may also show a whole hop, all messages that travel at the same time. Numbers lie in buffers:
+storages of tensors that a rank passes to its calls, and results of collective calls. A `Stage` is
+the layout that frames drawn here share. `world_explorer` is a slider over the number of ranks.
 """
 
 import linecache
@@ -32,11 +32,11 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 
     run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
         such a launch raised.
-    by_hop: show all messages of a hop in one step, where a hop is a set of messages that can travel
-        at the same time; if they go round a ring of 3 to 8 ranks, draw the ranks on a circle. It
-        has no effect if the run made collective calls or something in it went wrong.
+    by_hop: show all messages of a hop, which can travel at the same time, in one step; if all hops
+        go round a ring of 3 to 8 ranks, none with more numbers than there are ranks, draw these on
+        a circle. It has no effect if a step is a collective call or goes wrong.
     plays: whether the animation plays once by itself when it is shown.
-    ValueError: `run` is no Run or LaunchError, or its records kept no numbers.
+    ValueError: `run` is no Run or LaunchError, or its calls moved numbers and no record kept any.
     """
     _check_kept(run)
     events = replay(run)
@@ -88,7 +88,7 @@ def _check_kept(run):
 
 
 def _numbered(event: Event, step: int) -> str:
-    """Return the event's text after its step's number, such as "3. rank 0 sends 2 numbers".
+    """Return the event's text after its step's number, such as "3. rank 0 sends [1] to rank 1".
 
     Without the number if the event is a hop (several messages at the same time) or the run's end.
     """
@@ -133,7 +133,7 @@ class Stage:
     """The layout of an animation's pictures, the same for all its frames, so that nothing jumps.
 
     There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
-    of `page.TALLEST` pixels are left out, or shortened.
+    of 700 (`page.TALLEST`) pixels are left out, or shortened.
 
     frames: all frames of the animation. world_size: the number of ranks. The rest is made of them:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
@@ -246,7 +246,7 @@ def _title(frame: Frame, step: int) -> list[str]:
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     """Draw a frame of the animation: the ranks with their numbers, and the messages between them.
 
-    stage: the layout of all frames. step: the number of the frame, from 1, shown in the title.
+    stage: the layout of all frames. step: the frame's number, from 1, for the title (`_numbered`).
     """
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):

@@ -76,11 +76,11 @@ ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     """Draw a histogram of gradients times `scale`, by power of two. Used in notebook 05.
 
-    Colours show what fp16 makes of a number: 0, a subnormal or normal number, or infinity. Bars
-    that would be too low to see are drawn higher. A bar counts the sizes from its power up to the
-    next. Sizes outside of 2^-48 to 2^24 (LOWEST, HIGHEST) are in the first or last bar.
+    Colours show what fp16 makes of a number, unless rounding takes it into the next zone: 0, a
+    subnormal or normal number, or infinity. Bars that would be too low to see are drawn higher. A
+    bar counts the sizes from its power to the next; the outer ones also those beyond 2^-48 to 2^24.
 
-    gradients: a tensor of any shape, all finite. Its zeros aren't counted. scale: above 0.
+    gradients: a tensor of any shape on the CPU, all finite. Zeros aren't counted. scale: above 0.
     ValueError: all gradients are 0.
     """
     zones = fp16_counts(gradients, scale)
@@ -126,7 +126,7 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
     Return {"rounds to 0": how many, "subnormal": ..., "normal": ..., "infinite": ...}, with the
     keys of ZONES. Gradients that are 0 to begin with aren't counted.
 
-    gradients: a tensor of any shape, all finite. ValueError: all gradients are 0.
+    gradients: a tensor of any shape on the CPU, all finite. ValueError: all gradients are 0.
     """
     rounded = (_nonzero(gradients) * scale).half().abs()
     edges = torch.tensor([2.0**-24, FP16.smallest_normal, math.inf], dtype=torch.float16)
@@ -140,7 +140,7 @@ def scale_calculator(gradients: Tensor) -> Calculator:
     They are multiplied by the scale, from 2^0 to 2^40. The text that a stored notebook keeps states
     no counts, because they are measured. Used in notebook 05.
 
-    gradients: a tensor of any shape, all finite. ValueError: all gradients are 0.
+    gradients: a tensor of any shape on the CPU, all finite. ValueError: all gradients are 0.
     """
 
     def scaled(power: int) -> tuple[str, Picture]:

@@ -77,7 +77,7 @@ class Prediction(Live):
         After `answer` was called it doesn't count, and nothing is stored. If the question asks for
         a number and the text isn't one, `guess` becomes None.
 
-        guess: one of `choices`; without choices, a number or the text of one.
+        guess: one of `choices`; without choices, a number or the text of one, as `float` takes it.
         """
         if self.answered:
             return "Too late for this run: the answer is known. Run this cell again to guess anew."
@@ -92,8 +92,8 @@ class Prediction(Live):
     def answer(self, value: float | str, within: float = 0.0) -> str:
         """Reveal the right answer; return a card that shows it beside the reader's guess.
 
-        The card is a string, which a notebook displays as HTML. The call sets `right`, and guesses
-        after it don't count.
+        The card is a string, which a notebook displays as HTML. If there is a guess, the call sets
+        `right`; guesses after it don't count.
 
         value: the right answer, a number or one of `choices`.
         within: the error that a guessed number may have, as a fraction of `value`: 0.2 allows 20 %.

@@ -1,9 +1,9 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
 The line states the seconds so far and, while ranks run, the number of calls that they have made or,
-if nothing has moved for 10 s, which rank is waiting for which. If a launch fails, a picture of its
-ranks' last calls is left below the error report. The environment variable DDPKIT_PROGRESS=off turns
-both off, for tests and stored outputs.
+if nothing has moved for 10 s, which rank is waiting for which. If a launch's error ends the cell, a
+picture of the ranks' last calls, if any, is left below the report. The environment variable
+DDPKIT_PROGRESS=off turns both off, for tests and stored outputs.
 
 The line begins before torch is imported, which takes seconds. So this module imports
 ddpkit.runtime, which imports torch, only inside functions that need it.
@@ -69,7 +69,7 @@ def _what_is_done() -> str:
     """Return in words what the cell is waiting for, or "" if that isn't known.
 
     It is the import of torch, the start of the server process from which ranks are forked, or the
-    running ranks, with what they have done so far.
+    running ranks, as `Watch.status` describes them.
     """
     if RUNTIME not in sys.modules:
         return "importing torch"
@@ -83,7 +83,7 @@ def _what_is_done() -> str:
 
 
 def show_lanes(result, display) -> None:
-    """Display a picture of the ranks' last calls, if a launch failed in the cell that has ended.
+    """Display a picture of the ranks' last calls, if a cell has ended with the error of a launch.
 
     result: IPython's result of the cell. display: IPython's function `display`.
     """
@@ -98,8 +98,9 @@ def show_lanes(result, display) -> None:
 def show_progress() -> None:
     """Show the progress line for this kernel's cells from now on, including the running one.
 
-    Outside of a notebook's kernel, or if the environment variable DDPKIT_PROGRESS is "off", it does
-    nothing. Importing `ddpkit.lesson` calls it; another call would add a second line.
+    From now on `show_lanes` runs after each cell as well. Outside of a notebook's kernel, or if the
+    environment variable DDPKIT_PROGRESS is "off", nothing is done. Importing `ddpkit.lesson` calls
+    this function; another call would add a second line.
     """
     if "IPython" not in sys.modules:  # true in every rank, where importing IPython takes a while
         return

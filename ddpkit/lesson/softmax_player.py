@@ -43,9 +43,7 @@ class Moment:
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
-        """Return eˣ⁻ᵐ, which is added to the sum, for each number x that has been read.
-
-        m is the maximum of these numbers.
+        """Return what each number x read so far adds to the sum: eˣ⁻ᵐ, where m is their maximum.
 
         before: leave out the last number, and use the maximum from before it was read.
         """
@@ -102,7 +100,7 @@ def _share(x: float, m: float) -> float:
 
 
 def _rounded(value: float, digits: int = 3) -> str:
-    """Return a number as text with `digits` significant digits, and with − instead of a hyphen."""
+    """Return a number as text with up to `digits` significant digits, and − instead of a hyphen."""
     return "−∞" if value == -math.inf else f"{value:.{digits}g}".replace("-", "−")
 
 
@@ -115,7 +113,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
     """Return a widget with a slider that reads `row` one number at a time, as online softmax does.
 
     A bar is what a number x adds to the sum, eˣ⁻ᵐ, where m is the maximum so far. A dashed bar is
-    what it added before the maximum grew.
+    what it added before the last number was read.
 
     row: 1 to MOST_NUMBERS (8) numbers; -inf stands for a masked number.
     ValueError: the row is empty or has more numbers, or one of them is +inf or NaN.

@@ -28,8 +28,8 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
     own; by tokens and outputs, that is its block on the diagonal of Y.
 
     tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
-    world_size: the number of ranks; up to 6 fit on the page. Parts are drawn equal, whether or not
-        it divides the sizes.
+    world_size: the number of ranks; above 3, ranks' labels may cover a Y. Parts are drawn equal,
+        whether or not it divides the sizes.
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2

@@ -111,7 +111,7 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Return a picture as HTML: an <svg> element that states its size, so that the page can't jump.
+    """Return a picture as HTML: a <style> and an <svg> with its size, so that the page can't jump.
 
     A shape moves when the picture appears if a `page.Canvas` drew it with an id (`gid`) that
     `page.moving` made, in which is where it starts and ends.

@@ -7,12 +7,12 @@ blocked in C++, and other ranks can see whether they are about to make the same 
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
     make on a channel belong together. Its name is the group's, such as "0#1"; "new 0#1" for the
     making of the group; "0#1 2>3:7" for messages with tag 7 in it from rank 2 of the world to 3.
-fingerprint: what must be the same in calls that belong together: operation, size, ...; "": nothing.
+fingerprint: what must be the same in calls that belong together, such as the size; "": nothing.
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
-word: 8 bytes. A page begins with counters. Then come two notes, which are pickles (the user's line
-    that the rank has reached; the groups that it has destroyed), and 256 (SLOTS) slots, one for
-    each of its last calls.
+word: 8 bytes. A page begins with counts, state and marks, a word each. Then come two notes, which
+    are pickles (the user's line that the rank has reached; the groups that it has destroyed), and
+    256 (SLOTS) slots, one for each of its last calls.
 """
 
 import mmap
@@ -47,12 +47,12 @@ _PAGE = _HEAD + SLOTS * _SLOT
 class Said:
     """The part of a record that is the same each time a line of code makes the same call.
 
-    It is made once and cached. What differs from one call to the next is in the `Record`.
+    It is cached, but for a new_group. What differs from one call to the next is in the `Record`.
 
     op, detail: the operation, such as "all_reduce", and its arguments in words.
     group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver).
     channel, fingerprint: see above. A receive from any rank has all members as `ranks`, "" as its
-        fingerprint and, until a message has come, a channel such as "0#1 7?" for tag 7.
+        fingerprint and, until a wait has got a message, a channel such as "0#1 7?" for tag 7.
     bytes, shape, dtype: of what this rank hands in or, by recv or as a receiver of broadcast or
         scatter, gets; of several tensors, all bytes and the first one's shape.
     peer: the root, or a message's other end, as a rank of the world; None if there is none.
@@ -100,11 +100,12 @@ class Record:
     Times are this machine's `time.perf_counter()`, in seconds; None means that it hasn't happened
     yet. The attributes of `said` are attributes of the record as well: `record.op`.
 
-    seq: how many calls this rank made before in the same group or, for a message, with the same
-        sender, receiver and tag. issued, started, done: when the rank made the call, when the
-        transfer began, when it was complete. waited: when the rank first began to wait for it.
-    limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it.
-        by_future, dropped: its future was taken; its handle was deleted before a wait().
+    seq: how many calls this rank made before on the same channel. issued: when the rank made it.
+        started: when an emulated link or a GPU's stream began with it, otherwise as `issued`. done:
+        when it was complete or, on the CPU, seen to be. waited: when the rank began to wait for it.
+    limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it;
+        a blocking collective on the CPU has one. by_future: its future was taken. dropped: it is a
+        message on the CPU, and its handle was deleted before a wait().
     batched, reached, stream: on a GPU: it is in one batch with the message before; its stream has
         come to it (seen from 0.3 s after `issued` on); the stream's name. number: its index, or -1.
     values, result: with `launch(..., keep_values=True)`, flat lists of the numbers, at most 64,
@@ -118,7 +119,7 @@ class Record:
     # When an emulated link, or the GPU's stream, began to carry it; otherwise as `issued`.
     started: float | None = None
     done: float | None = None
-    waited: float | None = None  # when the rank first began to wait for it
+    waited: float | None = None  # when the rank began to wait for it, the last time
     limit_s: float | None = None  # the timeout of its group or wait, after which a wait fails
     waits: int = 0  # the number of wait() calls on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
@@ -155,8 +156,8 @@ class Record:
     def on_stream(self) -> bool:
         """Return whether the call is on a GPU's stream and may still be waiting or running there.
 
-        Its `started` and `done` are None until it has finished; on the CPU `started` is set at
-        once.
+        Its `started` and `done` are None until it has finished. On the CPU, and for a barrier on
+        NCCL, which counts as on the CPU, `started` is set at once.
         """
         return self.done is None and self.started is None
 
@@ -165,7 +166,7 @@ class Record:
         """Return the time, in seconds, from which on the call was under way, as far as is known.
 
         On a GPU this is `started`, when its stream came to the call, or `issued` as long as that
-        isn't known. On the CPU it is `issued`, even if an emulated link delays the transfer.
+        isn't known. On the CPU, and in records read from the board, it is `issued` in any case.
         """
         return (self.stream and self.started) or self.issued
 
@@ -184,8 +185,8 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
 
     They don't match if the sender sends another number of elements than the receiver expects.
     by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
-        missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are those
-        with too few sizes for the group: there PyTorch itself raises an error.
+        missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are pairs
+        for which a record has too few sizes: there PyTorch itself raises an error.
     """
     pairs = []
     for sender, sent in by_rank.items():
@@ -200,11 +201,11 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
 
 
 class Board:
-    """A memory-mapped file with one page (a part) for each rank, which writes only its own page.
+    """A memory-mapped file with one page (a part) for each rank, into which that rank writes.
 
     The file isn't in /dev/shm: containers give little room there, and some systems have none.
     path: the file. world_size: the number of ranks, and of pages, the same for all that open it.
-    create: make the file, instead of opening one that the launcher has made.
+    create: make the file, instead of opening one that another process has made.
     """
 
     def __init__(self, path: Path, world_size: int, create: bool = False):
@@ -218,7 +219,7 @@ class Board:
         self._times = memoryview(self._map).cast("d")
 
     def close(self):
-        """Release the memory. Reading or writing raises ValueError from then on."""
+        """Release the memory. Then notes read as unwritten, and all else raises ValueError."""
         self._words.release()
         self._times.release()
         self._map.close()
@@ -252,7 +253,7 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write the times and flags of a call again: all that changes until the call has completed.
+        """Write the times and flags of a call again, which is all that changes in most calls.
 
         It costs less than `put`, which also pickles the values that the call has moved.
         """
@@ -260,7 +261,7 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
-        """Write a record's times and flags into the slot that begins at word `at` of the board.
+        """Write a record's times, but not `issued`, and flags into the slot at word `at`.
 
         None becomes 0.
         """
@@ -276,8 +277,8 @@ class Board:
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
         index: that of the call; None removes the mark.
-        caller: the thread's number among those of `rank` that make calls, from 0 to 7 (CALLERS is
-            8): each has a mark of its own.
+        caller: the index of the thread's mark, from 0 to 7 (CALLERS is 8). Each thread that makes
+            calls has a mark of its own; where none is free, threads share the last.
         """
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
@@ -293,9 +294,9 @@ class Board:
     def set_state(self, rank: int, state: int):
         """Write the state of `rank`: STARTING, RUNNING, RETURNED, IDLE or DISAGREES.
 
-        STARTING: it hasn't joined the others yet. RUNNING: it runs the user's code, or has failed.
-        RETURNED: the user's function has returned. IDLE: it has run a notebook's cell, and waits
-        for the next one. DISAGREES: it has found that another rank makes a different call.
+        STARTING: it hasn't joined the others yet. RUNNING: it runs the user's code, or has failed
+        in it. RETURNED: the user's function or script has ended. IDLE: it waits for a notebook's
+        next cell. DISAGREES: it has found that another rank makes a different call.
         """
         self._words[rank * _PAGE + _STATE] = state
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -342,18 +343,18 @@ class Board:
     def events(self) -> list[int]:
         """Return a count for each rank, which grows with each call or state that it writes.
 
-        A call is written when it is made, and again when it has begun or completed; a state, by
-        `set_state`. That a rank destroys a group is counted as well; that it begins to wait, or
-        asks whether a call is complete, isn't. Between equal counts no call is made, begins or
-        completes.
+        A call is written when it is made, and again when something of it is noted, such as its end;
+        a state, by `set_state`. That a rank destroys a group is counted as well; that its program
+        begins to wait, or asks whether a call is complete, isn't. Between equal counts no call is
+        made, or noted as complete.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
-        """Return the index of the call that each waiting thread of `rank` is waiting in.
+        """Return the indices of the calls in which threads of `rank` are marked as waiting.
 
-        Indices count all calls of `rank`, and can be passed to `record`. A thread may have stopped
-        waiting by the time this returns.
+        Indices count all calls of `rank`, and can be passed to `record`. A call may be complete:
+        its mark stays until the thread waits again.
         """
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
@@ -377,14 +378,14 @@ class Board:
     def destroyed(self, rank: int) -> dict[str, tuple]:
         """Return the groups that `rank` has destroyed, and by which lines.
 
-        It is {name, as in channels: (file, line, function, via)}; {} if none was noted.
+        It is {name, as in channels: (file, line, function, via)}; {} if no note can be read.
         """
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:
         """Return the object pickled in the note at word `at` of a page; None if it can't be read.
 
-        It can't if nothing was written there, or if it is half-written at the moment.
+        It can't if nothing was written there nor, as a rule, if it is half-written at the moment.
         """
         start = (rank * _PAGE + at) * _WORD
         try:
@@ -401,10 +402,10 @@ class Board:
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
-        """Return the record of one call of `rank`; None if it was overwritten or is being written.
+        """Return the record of one call of `rank`, or None if it can't be read.
 
-        The last 256 (SLOTS) are kept. The fields `waits`, `number` and `stream` aren't on the board
-        and have their defaults.
+        It can't if it wasn't made yet, was overwritten (the last 256, SLOTS, are kept) or is being
+        written. The fields `waits`, `number` and `stream` aren't on the board, and have defaults.
         """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
@@ -440,7 +441,7 @@ class Board:
         """Find a call of `rank` by its channel: return (its index, the hash of its fingerprint).
 
         The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
-        yet, or it was overwritten.
+        yet, or 255 calls came after it, so that it may be overwritten.
         channel: the hash of the channel's name, as in `Said.hashes`. seq: the index of the call on
             that channel, from 0.
         """
@@ -473,9 +474,9 @@ class Board:
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
 
     def _get(self, rank: int, field: int) -> int:
-        """Return one of the counters that begin a rank's part of the board.
+        """Return one of the whole numbers that begin a rank's part of the board.
 
-        field: the counter's position there, such as _CALLS (0), in words of 8 bytes.
+        field: its position there, such as _CALLS (0), in words of 8 bytes.
         """
         return self._words[rank * _PAGE + field]
 

@@ -1,9 +1,9 @@
 """Find calls whose tensor is changed while it is being sent: `launch(..., check_buffers=True)`.
 
 An asynchronous collective or send may read its tensor at any time until it has been waited for. A
-program that writes into the tensor before that sends a mixture of old and new numbers, a different
+program that writes into the tensor before that may send a mixture of old and new numbers, another
 one in every run, without an error. So a checksum of the tensor is taken when the call is made, and
-compared when the call has completed.
+compared when the handle finds the call complete.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ AS_WRITTEN = {"send": "isend"}  # as the user writes it: a send that blocks isn'
 class CheckedGroup(WireGroup):
     """A process group whose handles check that CPU tensors weren't changed while being sent.
 
-    Where one was changed, its handle's wait() raises ValueError, and so do its other methods that
-    find the call complete. Otherwise it is a `WireGroup`, which records every call and passes it to
-    the real group. Calls that block, and tensors on a GPU, aren't checked.
+    Where one was changed, the handle raises, see `CheckedWork`. Otherwise it is a `WireGroup`, and
+    records calls. Not checked are collectives that block, tensors on a GPU and, unless the call is
+    an all_reduce, reduce, broadcast or all_gather, inputs that share the output's storage.
     """
 
     def _collective(self, op, method, args, sent, arriving):
-        """Make a collective call; return its handle, which checks the tensors if that is possible.
+        """Make a collective; return its handle, which checks tensors if it can; None if it blocked.
 
         op: the name that the record has, such as "all_reduce". method, args: the real group's
         method, by name, and its arguments. sent: the tensors that the call reads. arriving: those
@@ -72,8 +72,8 @@ class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
     rank: this rank's number in the world, for the error. tensors: on the CPU; they aren't copied.
-    result: an attribute. For an in-place call, the caller sets it to the copies into which Gloo
-        writes the result; `end` copies them into the tensors. Otherwise [].
+    result: an attribute. For an all_reduce or reduce, the caller sets it to the copies into which
+        Gloo writes the result; `end` copies them into the tensors. Otherwise [].
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -103,9 +103,9 @@ class _Check:
 
 @uncompiled
 class CheckedWork(Work):
-    """A handle of an asynchronous call; it checks the tensors when the call is complete.
+    """A handle of a call that checks the call's tensors once, when it finds the call complete.
 
-    wait(), is_completed() and the future raise ValueError if the tensors were changed.
+    If they were changed, wait() or is_completed() raises ValueError, or the future RuntimeError.
     work: the recorded call's handle, which this one wraps. check: the tensors, with a checksum.
     """
 

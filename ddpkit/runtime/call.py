@@ -23,10 +23,9 @@ LONG_S = 1.0  # after which a warning says how long copying took
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
     """Return (fn, args, kwargs) pickled, with the globals and closure variables that `fn` uses.
 
-    Warn if the result is larger than 10 MB (LARGE_BYTES), since every rank gets a copy, and name
-    what is large in it.
-    ValueError: an argument or a variable can't be pickled; the message names it. Make it inside the
-        function instead.
+    Of a function that can be imported only the name is pickled. Warn if the result is larger than
+    10 MB (LARGE_BYTES), since every rank gets a copy, and name what is large in it.
+    ValueError: an argument, a variable or `fn` can't be pickled; the message names it.
     """
     named = {f"argument {index}": value for index, value in enumerate(args)}
     named |= {f"argument {name}=": value for name, value in kwargs.items()}
@@ -98,10 +97,10 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """Return {name: value} of what is pickled with `fn`: globals, closure variables, its `self`.
+    """Return {name: value} of what `fn` uses: globals, closure variables, its `self`.
 
     For a functools.partial, its arguments are included. What isn't a variable has a description in
-    words for a name. {}: `fn` isn't a Python function, or a variable has no value yet.
+    words for a name. Variables are left out if one has no value yet, or `fn` is no function.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}

@@ -1,8 +1,8 @@
 """Make forks of this process cheap; only the fork server imports this, as its last module.
 
 The fork server is the process from which multiprocessing forks every rank, after it has imported
-torch and ddpkit. Importing this module acts at once: it empties torch._dynamo's caches, exempts all
-objects that exist by now from garbage collection, and moves memory into huge pages.
+torch and ddpkit. Importing this module acts at once: it empties caches of torch._dynamo if loaded,
+exempts all objects that exist by now from garbage collection, and asks the kernel for huge pages.
 """
 
 import atexit

@@ -25,11 +25,11 @@ def last_calls(
 
     ranks: the ranks to show.
     guilty: the record of the call to blame for the hang, or None if it isn't known. If at least two
-        of `ranks` belong to its group, the table holds only the calls on its channel (a group, or
-        one direction between two ranks), numbered from 1 on that channel. Below the table stand
-        each rank's last two calls on other channels, which may rightly differ from rank to rank.
-        Otherwise, and if `guilty` is a receive that takes a message from any sender, calls of all
-        groups are shown.
+        of `ranks` take part in it, the table holds only the calls on its channel (a group, or the
+        messages with one tag from one member to another), numbered from 1 there. Below the table
+        stand each rank's last two calls on other channels, which may rightly differ. Otherwise, and
+        if `guilty` is a receive that takes a message from any sender, calls of all groups are
+        shown.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
     """
@@ -61,7 +61,7 @@ def last_calls(
 def _title(call: Record) -> str:
     """Return the noun for the table's title, such as 'messages from rank 0 to rank 1'.
 
-    call: any call that the table holds; they all belong to the same group or direction.
+    call: any call that the table holds; they all are on the same channel.
     """
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
@@ -69,7 +69,7 @@ def _title(call: Record) -> str:
 
 
 def _without_group(record: Record) -> str:
-    """Return the text of a call without its group, which stands in the table's title.
+    """Return the text of a call without its group; that of a message may still have it.
 
     For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'.
     """
@@ -151,10 +151,10 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
     what: the noun for the title, such as 'calls in the world'.
-    differs: the number of the call to mark with ≠, or None. The table has 5 rows (`LAST_CALLS`),
-        those of the last calls; if the marked call isn't among them, the table ends one call later.
+    differs: the number of the call to mark with ≠, or None. Up to 5 rows (`LAST_CALLS`) are shown,
+        of the last calls or, with a mark and if there are 5, of those up to one call after it.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
-    A rank that lacks a call has '-' in its row. If the table is wider than 72 characters, each of
+    A rank that lacks a call has '-' in its row. If the table is wider than 70 characters, each of
     its columns is written as a line instead.
     """
     last = _newest(texts)

@@ -11,13 +11,13 @@ DIFFERS = re.compile(r"\d+ ≠")  # how a row begins, in the table of calls, whe
 
 
 class LaunchError(RuntimeError):
-    """The base class of a launch's errors: at least one rank did not finish.
+    """The base class of a launch's errors: ranks failed or hang, or a result can't be had.
 
-    message: the report. Its first line is the headline; if blank lines divide it, the last part is
-        advice.
-    output: for each rank, the text that it printed; [] if it isn't known.
-    wire: for each rank, the list of its last `Record`s, one for each collective call or message; []
-        if they aren't known.
+    message: the report. Its first line is the headline; in that of a `HangError` the last part,
+        after a blank line, is advice.
+    output: for each rank, the text that it printed, as in `Run.output`; [] if it isn't known.
+    wire: for each rank, the list of its last `Record`s, at most 256, one for each collective call,
+        message or new group; [] if they aren't known.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class LaunchError(RuntimeError):
 
 
 class RankError(LaunchError):
-    """An error that says that a rank raised, exited or was killed.
+    """An error that says that a rank raised, exited or was killed, or its result can't be loaded.
 
-    rank: the number of the rank to blame, the first that failed on its own account rather than
-        because another rank had failed.
+    rank: the number of the rank to blame, if possible the first that failed on its own account
+        rather than because another rank had failed.
     kwargs: `output` and `wire`, as in `LaunchError`: for each rank, its text and its last records.
     """
 
@@ -59,7 +59,7 @@ class RankError(LaunchError):
         self.rank = rank
 
     def __reduce__(self):
-        """Return how to unpickle this error, since a plain exception would forget its `rank`."""
+        """Return how to unpickle this error: a plain exception's way would fail without `rank`."""
         return type(self), (str(self), self.rank), self.__dict__
 
 
@@ -70,16 +70,16 @@ class NoGpu(RankError):
 class HangError(LaunchError):
     """An error that says that ranks hang, or took too long; its message is the report.
 
-    Ranks hang if they make different collective calls, or wait for calls that will never be made.
+    Ranks hang if their calls differ, or if they can't connect or wait for a call that never ends.
     """
 
 
 def shown(report: str) -> list[str]:
     """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
 
-    Lines are wrapped at 72 characters. The headline and the advice, which are the report's first
-    line and last paragraph, become bold. If it has a table of the ranks' calls, rows that are
-    marked with ≠, since the ranks differ there, become red.
+    Lines are wrapped at 72 characters. The first line, the headline, and the last of several
+    paragraphs, as a rule the advice, become bold. If it has a table of the ranks' calls, rows that
+    are marked with ≠, since the ranks differ there, become red.
     """
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()

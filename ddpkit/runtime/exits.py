@@ -42,7 +42,7 @@ def note_exits(folder: Path, rank: int) -> None:
 
 
 def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | None:
-    """Return (exit code, (file, line, function)) of the `os._exit` that ended a rank.
+    """Return (status, (file, line, function)) of a rank's call of `os._exit`, the status as given.
 
     folder: the folder that was given to `note_exits` in that rank.
     Return None if the rank didn't call it, or if the note can't be read.
@@ -74,10 +74,10 @@ def watch_exits(
     pid_of(rank): the rank's process id, or 0 as long as it isn't known.
     note: is called in the thread, with a negative code if a signal ended the rank.
     The ranks are children of torchrun, not of this process, so their exit codes are read from
-    /proc, where they stand until torchrun reaps them, at most 0.1 s later. A pidfd, a file
-    descriptor that becomes readable when its process ends, wakes the thread in time as a rule. If
-    it doesn't, the code is lost and `note` isn't called. Where there is no `os.pidfd_open`, nothing
-    is started.
+    /proc, where they stand until torchrun reaps them, by default at most 0.1 s later. A pidfd, a
+    file descriptor that becomes readable when its process ends, wakes the thread in time as a rule.
+    If it doesn't, the code is lost and `note` isn't called. Where there is no `os.pidfd_open`,
+    nothing is started.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -110,7 +110,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
     answer: has to end the process, because the main thread is held from the signal on.
     A script's own handler for the signal is kept, whenever the script sets it, and then `answer`
     isn't called. Forked children get the default handler back, so that SIGTERM still ends a
-    DataLoader's worker. Nothing happens on Windows, or if this isn't called from the main thread.
+    DataLoader's worker. Nothing happens on Windows, in another thread, or if SIGTERM is ignored.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:

@@ -102,10 +102,10 @@ def failure(error: BaseException) -> Failure:
     """Return an exception as a `Failure`: its class, its message, the frames of its traceback.
 
     The message has the exception's notes and its `__cause__` at its end. For SystemExit it says
-    which sys.exit(...) was called. For a SyntaxError the only frame is the line that can't be
-    parsed. Frames of ddpkit.runtime are left out, and those of modules that set
-    `__tracebackhide__`, as ddpkit's exercises do. `at` is the `time.perf_counter()` at which this
-    function is called.
+    which sys.exit(...) was called. For a SyntaxError in a file it has neither of the two, and the
+    only frame is the line that can't be parsed. Frames of ddpkit.runtime are left out, and those of
+    modules that set `__tracebackhide__`, as ddpkit's exercises do. `at` is the
+    `time.perf_counter()` at which this function is called.
     """
     try:
         message = str(error)
@@ -160,8 +160,8 @@ def lost_peer(how: Fall | None) -> bool:
 def _same(one: Fall, other: Fall) -> bool:
     """Return whether two ranks failed alike: by the same class, with the same frames and message.
 
-    In the message, the ranks' own numbers and addresses in memory may differ. Two exit codes never
-    count as alike.
+    In the message, numbers of ranks and addresses in memory may differ. Two exit codes never count
+    as alike.
     """
     if not (isinstance(one, Failure) and isinstance(other, Failure)):
         return False
@@ -181,8 +181,8 @@ class Witness(Protocol):
     """A source of facts about ranks for `explain_fall`, such as the launch's `Watch` of its ranks.
 
     noted_exit(rank): (exit code, (file, line, function)) of the `os._exit` that ended it, or None.
-    printed(rank): all its output so far. place(rank): (file, line, function) where it computes, or
-    None if that isn't known. shortage(): a sentence which says that memory is short, or "".
+    printed(rank): its output so far. place(rank): (file, line, function) where it computes, or None
+    if that isn't known. shortage(): a sentence which says that memory is short, or "".
     """
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...
@@ -192,9 +192,9 @@ class Witness(Protocol):
 
 
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
-    """Return (the rank that failed first, the report of the failure as the text of a RankError).
+    """Return (the rank to blame, the report of the failure as the text of a RankError).
 
-    The report says how and on which line that rank failed, what the failure most likely means
+    The report says how and, if known, where that rank failed, what the failure most likely means
     (looked up in `MEANS`, by parts of error messages), where the other ranks were, unless they had
     ended their notebook's cell, and the last 5 lines (`LAST_LINES`) that it printed.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
@@ -264,8 +264,8 @@ def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
     """Return the lines that show an error's frames, a line for each, to be put below its message.
 
     frames: (file, line, function), outermost first.
-    Shown are the frames in the user's own code, and the frame of an installed package, other than
-    torch, if that is where the error was raised. If no code is the user's, the frames outside of
+    Shown are the frames in the user's own code and, if it comes after these, the innermost frame of
+    an installed package other than torch. If no code is the user's, the frames outside of
     torch, ddpkit and Python's library are shown, and if there are none, all but those in which
     torch calls a module's forward. Beyond 30 lines (`MOST_FRAMES`), the middle is left out and
     counted.
@@ -289,16 +289,16 @@ def what_became_of(
     how: Fall | None = None,
     place: Callable[[int], tuple | None] | None = None,
 ) -> str:
-    """Return a report's line about a rank that isn't to blame, such as "  Rank 3 had returned."
+    """Return a report's lines on a rank that isn't to blame, such as "  Rank 3 had returned."
 
-    The line says how the rank failed, if it did on its own account. Otherwise it says whether the
-    rank had returned, in which call it was, or on which line it was computing, when the launch
-    ended it.
+    They say how the rank failed, if it did on its own account. Otherwise they say that it had
+    returned or not joined yet, name its latest call that wasn't complete, or say on which line it
+    was computing, when the launch ended it.
     look: the state of all ranks at that time.
     how: the rank's own `Failure` or exit code, or None. A rank that only lost its connection,
         because another rank failed, counts as one that didn't fail.
     place(rank): the line at which a living rank computes, as (file, line, function), or None.
-        Without such a function, the line that the rank itself noted last is used.
+        Without it, or if the rank failed, the line that the rank itself noted last is used.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

@@ -53,12 +53,12 @@ def launch(
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
 
-    fn: any callable, also one from a cell; it gets its rank from `dist.get_rank()`, as under
-        torchrun. It takes a copy of the globals that it uses: a rank that changes a global changes
-        it neither here nor in another rank.
+    fn: a callable, not `async`, also one from a cell; it gets its rank from `dist.get_rank()`, as
+        under torchrun. From a cell or script, it takes a copy of the globals that it uses: a rank
+        that changes a global changes it neither here nor in another rank.
     world_size: 1 to 64, by default 4; under torchrun, the number of ranks that torchrun started.
-    backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU, otherwise Gloo on CPU.
-        Ranks on Gloo see no GPU.
+    backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU (a shared one from NCCL
+        2.30 on), otherwise Gloo on CPU. Ranks on Gloo see no GPU.
     link: an emulated wire between the ranks, slower than the real one (Gloo only).
     timeout: seconds from the ranks' start; then they are ended, and HangError says where they were.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
@@ -66,18 +66,18 @@ def launch(
     live: show output as the ranks print it, instead of in rank order at the end.
     keep_values: keep in the records the numbers in tensors of at most 64 elements, so that
         animations of the run can show them.
-    check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; each call
-        then takes two checksums of its tensors.
+    check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; sends and
+        asynchronous collectives then take two checksums of what they send.
 
-    A rank computes with one thread, or with OMP_NUM_THREADS threads as long as all ranks together
-    have no more threads than there are cores. `torch.set_num_threads` in `fn` gives it more.
+    A rank computes with one thread or, if OMP_NUM_THREADS is set, with that number, but at most its
+    share of the cores. `torch.set_num_threads` in `fn` gives it more.
 
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the running world, and
     every rank gets a `Run` with all results, and with the seconds that `fn` took on this rank.
-    There `backend`, `timeout`, `hang_after` and `live` do nothing.
-    RankError: a rank raised, exited or was killed. HangError: ranks wait for a call that will never
-    be made, their calls disagree, or the timeout is over. Before any process starts, ValueError:
-    the arguments can't work; TypeError: `fn` can't take its own. Notebook 00.
+    There `backend`, `timeout`, `hang_after` and `live` do nothing, and what `fn` raises is raised.
+    RankError: a rank raised, exited, was killed or returned what can't be rebuilt here. HangError:
+    ranks can't go on, their calls disagree, or the timeout is over. Before ranks start, ValueError:
+    the arguments can't work; TypeError: `fn` can't take its own; OSError: a full disk. Notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -297,7 +297,7 @@ def _initialise_under_torchrun(link, check_buffers):
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Return whether every machine has a GPU for each of its ranks; all ranks get the same answer.
+    """Return whether each machine has NCCL and a GPU for each rank; all ranks get the same answer.
 
     store: torch.distributed's key-value store, through which the ranks exchange their answers. This
         waits until all have done so.

@@ -37,11 +37,10 @@ class Link:
     name: what `str(link)` returns; "" for a text with latency and bandwidth.
     slowdown: how many times slower this link is than the wire that it stands for, see `slowed`.
 
-    `launch(..., link=link)` holds every message back until the link would have delivered it. So a
-    link can only be slower than the machine's own wire; `slowed` is a way around that. Charts and
-    tables of such a run say "emulated". The model is from Hockney 1994; notebook 02 measures with
-    it.
-    ValueError: the latency is negative or infinite, or the bandwidth isn't positive.
+    `launch(..., link=link)` holds messages and collectives back until the link would have delivered
+    them. So a link can only be slower than the machine's own wire; `slowed` is a way around that.
+    Charts and tables of such a run say "emulated". The model is Hockney's, 1994; see notebook 02.
+    ValueError: the latency isn't a finite number >= 0, or the bandwidth isn't a number > 0.
     """
 
     latency_s: float
@@ -74,11 +73,12 @@ class Link:
         """Return the seconds that one collective call or message takes on this link.
 
         op: torch.distributed's name for the call: "all_reduce", "send", ... A collective is assumed
-            to use the algorithm that this module's `USUAL` names for it, such as a ring.
+            to use the algorithm that `USUAL` names for it or, if none, the one of its own name.
         nbytes: the bytes of the tensor in a message, broadcast, reduce or all_reduce; of all parts
             together if each rank has one, as in all_gather, reduce_scatter or scatter; of what one
             rank hands in, for an all_to_all; 0 for a barrier or new_group.
-        world_size: the number of ranks in the call's group. ValueError: `op` is unknown.
+        world_size: the number of ranks in the call's group.
+        ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
         """
         hops, share = _hops_and_share(op, world_size)
         return hops * self.latency_s + share * nbytes / self.bytes_per_s
@@ -90,7 +90,7 @@ class Link:
         longer matters, run, and divide the times of the messages by `slowdown`. The machine's own
         share of these times is divided as well, so choose a large `times`. Don't divide computing
         times.
-        ValueError: `times` isn't a number >= 1.
+        ValueError: `times` isn't a finite number >= 1.
         """
         number = isinstance(times, int | float) and not isinstance(times, bool)
         if not number or not 1 <= times < math.inf:

@@ -71,10 +71,10 @@ class LiveWorld:
             or its value is None; records has for each rank of the world a list of `Record`s, empty
             unless `traced`.
 
-        After an exception the world stays open if all ranks are idle again and have made the same
-        calls. Otherwise it is closed, and the error's message says so.
+        After a RankError the world stays open if all ranks are idle again and have made the same
+        calls. Otherwise it is closed; the error's message or, on Ctrl-C, a printed line says so.
         RankError: a rank raised, exited or was killed.
-        HangError: ranks wait for a call that will never be made, or their calls disagree.
+        HangError: ranks can't go on or make no progress, or their calls disagree.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -122,8 +122,8 @@ class LiveWorld:
 class RanksMagic:
     """The `%%ranks` magic of one notebook, with the world of ranks that it keeps alive.
 
-    world: the `LiveWorld`, or None while there is none. It is closed when the notebook's kernel
-        ends.
+    world: the `LiveWorld`, which may be closed after a failure, or None while there is none. It is
+        closed when the notebook's kernel ends.
     """
 
     def __init__(self):
@@ -137,7 +137,7 @@ class RanksMagic:
         Run the cell on N ranks that stay alive after it. N is 4 at first, and later as many as last
         time; another N ends the ranks and starts new ones. Names persist between cells; `rank`,
         `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is
-        shown for each rank.
+        shown for each rank where it isn't None.
         --on: run it on these ranks only.
         --trace: write the cell's collective calls and messages into FILE as a trace, for
         https://ui.perfetto.dev, and show a link to it.
@@ -236,8 +236,8 @@ def tell_where_ranks_are(result):
 def add_magic(ipython):
     """Register `%%ranks` with IPython, and start the fork server ahead of the first cell.
 
-    ipython: the notebook's InteractiveShell. The server, from which ranks are forked, takes seconds
-        to import torch.
+    ipython: the notebook's InteractiveShell. The server, from which ranks are forked on Linux,
+        takes seconds to import torch.
     """
     from IPython.core.error import UsageError
 

@@ -34,13 +34,14 @@ class Situation:
     lost: if it waits for a message, and the other rank deleted its own handle of that message
         without waiting for it: the other rank's record of the message.
     more: if several of its threads wait, this is the wait of one, and `more` has the others'.
-    has_free_thread: whether one of its threads that make calls is in none.
+    has_free_thread: it waits, and another of its threads that make calls is in none.
     destroyed: {name of a group that it destroyed: the line that did, in the form of `place`}.
     state:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
-      polling: it asks again and again, by `is_completed()`, whether `call` is complete.
-      waiting: a thread is blocked in `call`, or stopped there: another rank's call differs.
+      polling: less than 1 s ago it asked, by `is_completed()`, whether `call` is complete.
+      waiting: a thread is held up by `call`, or was stopped in it: another rank's call differs.
+        At a standstill, its GPU may wait instead.
       its stream waiting: the GPU waits for `call`, while the program may go on.
       returned: its function or script has ended.
       idle: its cell of `%%ranks` has ended.
@@ -64,8 +65,8 @@ class Look:
     records: for each rank its last calls, at most 256, as a list of `Record`s, the oldest first.
 
     board: the open `Board` that is read.
-    events: the ranks' counts of writes, `board.events()`, at the time when progress stopped; None:
-        as they are now. From these `is_still` tells whether a rank has moved since.
+    events: the ranks' counts, `board.events()`, at the time when progress stopped; None: as they
+        are now. From these `is_still` tells whether a rank has moved since.
     standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
         whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried out
         one by one: a rank hasn't come to a call while an earlier call is in the queue before it.
@@ -83,9 +84,9 @@ class Look:
         self._put_hopeless_waits_first()
 
     def is_still(self) -> bool:
-        """Return whether no rank has written to the board since `events` were counted.
+        """Return whether no rank has written a call, a state or a destroyed group since `events`.
 
-        If one has, this look may mix what was true before with what is true now.
+        If one has, this look may mix past and present. Marks of waits and polls don't count.
         """
         return self.board.events() == self._events
 
@@ -130,9 +131,9 @@ class Look:
     def _wait_on_stream(self, rank: int) -> Situation | None:
         """Return the situation of a rank whose GPU waits for a call while its program goes on.
 
-        On a GPU, wait() only makes the stream wait. Return None if the rank hasn't called it for a
-        call that is still incomplete. The state is "waiting" if nothing has moved for long, and
-        "its stream waiting" otherwise.
+        On a GPU, wait() only makes the stream wait. Return None if no stream has come to a wait for
+        a call that is still incomplete. The state is "waiting" at a standstill, and "its stream
+        waiting" otherwise.
         """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
@@ -144,7 +145,7 @@ class Look:
         return Situation(rank, state, call, self._awaited(call, rank), call.place)
 
     def _polled(self, rank: int) -> Record | None:
-        """Return the open call that `rank` polls, again and again, by `is_completed()`, or None.
+        """Return the open call that `rank` polled last, by `is_completed()`, or None.
 
         A poll more than 1 s (`POLLS_S`) ago doesn't count, since the rank has moved on.
         """
@@ -174,7 +175,7 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other ranks that belong to `call` and haven't come to it yet.
+        """Return the other ranks that belong to `call` and, by their last 256 calls, haven't come.
 
         To a message belong its two ends. To a receive from any rank belong all members of the
         group, and all have come once a message that it can take is on its way.
@@ -259,7 +260,7 @@ class Look:
     # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
-        """Return the ranks that `s` waits for though they will never make its call.
+        """Return the ranks for which `s` waits in vain: they have ended, or left the call's group.
 
         They have returned, ended their cell or destroyed the group. A receive from any rank can be
         answered by any: there the result is [] until this holds for all.
@@ -277,18 +278,18 @@ class Look:
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
     def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
-        """Return the ranks that can never go on: they wait for gone ranks or for each other.
+        """Return the ranks, sorted, that can never go on: they wait for gone ones or each other.
 
-        The list is sorted.
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
             "polling"; by default, ranks that poll are free.
         A rank is free, which means that it may still come to any call, if it starts, computes or,
         by default, polls; if only its GPU's stream waits, while its program goes on; if one of its
         threads is in no call; or if, for one of its threads, all ranks for which that waits are
         free (for a receive from any rank, one of them). Ranks that wait and aren't free are
-        returned. So are those whose GPU waits for ranks that aren't free, though they count as free
-        for ranks that wait for them. A rank never comes to the calls of a group that it has
-        destroyed. A call to which all ranks have come counts as one that will end.
+        returned. So are those that wait for gone ranks, though another thread is free, and those
+        whose GPU waits for ranks that aren't free: both count as free for ranks that wait for them.
+        A rank never comes to the calls of a group that it has destroyed. A call to which all ranks
+        have come counts as one that will end.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -363,8 +364,9 @@ class Look:
         If there are several, it is the one that a rank made first; None: there is none. Calls are
         compared that have the same number on the same channel. They differ if their fingerprints
         do, that is operation, dtype, root, reduction or, unless the operation lets ranks bring
-        different sizes, the number of elements. They also differ if the sizes that ranks of an
-        all_to_all send and expect don't fit. A receive from any rank isn't compared.
+        different sizes, the number of elements (of messages: dtype and number), or if the sizes
+        that ranks of an all_to_all send and expect don't fit. Not compared: a receive from any
+        rank, and new_group.
         """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
@@ -405,7 +407,7 @@ class Look:
 
 
 def group_of(call: Record) -> str:
-    """Return the name of a call's group, which is the first word of the channel's name."""
+    """Return the first word of the channel's name: that of a call's group; "new" for new_group."""
     return call.channel.partition(" ")[0]
 
 

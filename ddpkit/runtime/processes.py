@@ -89,10 +89,9 @@ class Rank:
         return False
 
     def end(self):
-        """Kill the rank and its children, also children that outlived it; return at once.
+        """Kill the rank and its process group, also children that outlived it; return at once.
 
-        On POSIX systems the whole process group of the rank gets SIGKILL. On Windows only the rank
-        itself is killed.
+        Children that have left the group live on. On Windows only the rank itself is killed.
         """
         self._lifeline.close()
         if os.name == "posix":
@@ -115,7 +114,7 @@ class Rank:
         """Return the main thread's stack: a list of (file, line, function), innermost frame first.
 
         The rank answers even while C++ code holds the interpreter's lock. [] if it doesn't answer;
-        see `ask_stacks`.
+        see `ask_stacks`. If the rank has more than 100 threads, it is another thread's stack.
         """
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
@@ -124,9 +123,9 @@ class Rank:
         """Return the stacks of all Python threads of the rank, the main thread's last.
 
         Each stack is a list of (file, line, function), innermost frame first. SIGUSR1 makes the
-        rank's faulthandler write them to a file, for which this waits about half a second at most.
-        Return [] if the rank doesn't answer, hasn't installed the handler yet, or the system has no
-        SIGUSR1.
+        rank's faulthandler write them to a file: 100 frames of each at most, and only the newest
+        100 threads, without the main one if there are more. It takes about 0.5 s at most.
+        Return [] without an answer, before the rank has a handler, or on systems without SIGUSR1.
         """
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
@@ -250,8 +249,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     """Context manager: try to lock a folder, without blocking; yield whether that succeeded.
 
-    It yields False if another process holds a lock that excludes this one, and where the system or
-    the file system has no such locks. The lock ends with this process at the latest.
+    It yields False if a lock that excludes this one is held, even by this process, and where the
+    system or the file system has no such locks. The lock ends with the block or the process, unless
+    a child forked inside lives on. OSError: the folder can't be opened.
     shared: take a lock that excludes only unshared ones, as the ranks of a run under torchrun do.
     """
     if os.name != "posix":
@@ -284,8 +284,8 @@ def _cell_texts() -> dict[str, tuple]:
 def interrupts_deferred():
     """Context manager: hold back a Ctrl-C that comes inside until the end of the block.
 
-    It keeps a rank from being lost in the middle of its start or end. In a thread other than the
-    main one it does nothing, because Python delivers signals to the main thread.
+    It keeps a rank from being lost in the middle of its start or end. Without a Python handler, the
+    Ctrl-C is dropped. In a thread other than the main one, which gets no signals, nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield

@@ -50,7 +50,7 @@ class Recorder:
     rank: this rank's number in the world.
     board: the board on which each call is also written; None: only the list is kept.
     link: the `Link` that is emulated (a latency and a bandwidth between ranks), or None.
-    keep_values: whether records keep the elements of tensors.
+    keep_values: whether records keep the elements of small tensors.
     disagree: called with {rank: record} if another rank has made a different call with the same
         number on the same channel: this rank's record, and the other's if the board still has it.
         Needed if there is a board.
@@ -104,8 +104,8 @@ class Recorder:
         number on the channel, `disagree` is called.
         record: a new one; its `said` says what is called, its `issued` when.
         sent: the tensors that the call sends; used only with keep_values, like `buffer`.
-        buffer: the tensor that the call reads and fills, or reads; its whole storage is kept, so
-            that an animation can show the memory around it.
+        buffer: the tensor that the call reads or fills; its whole storage, if that is small, is
+            kept, so that an animation can show the memory around it.
         """
         if self.keep_values:
             record.values = _values(sent)
@@ -131,8 +131,8 @@ class Recorder:
 
         The number is `record.seq`, the count of earlier calls on the channel. Calls differ by their
         fingerprints (without one, None is returned), or if sizes of an all_to_all don't fit. Return
-        {} if a call differs, but its record is already overwritten on the board. Every rank writes
-        its call before it reads the others', so of two that disagree the later one always notices.
+        {} if one differs, but can't be read. Each rank writes its call before it reads the others',
+        so of two that disagree the later one notices, unless the other is 255 calls ahead.
         """
         said = record.said
         seq = record.seq
@@ -219,7 +219,7 @@ class Recorder:
             self.board.set_destroyed(self.rank, self._destroyed)
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
-        """Keep a group that this rank has destroyed, until all of its members have destroyed it.
+        """Keep a group that this rank has destroyed, until `release` finds that all members have.
 
         Until then its connections stay open, because closing them would fail a member that still
         waits.
@@ -262,8 +262,8 @@ class Recorder:
         """Assign one of the board's waiting marks to this thread; return the index of the mark.
 
         The mark says in which call the thread waits. A thread gets one when it makes its first
-        call. Index 0 is the main thread's. When all 8 (`CALLERS`) are taken, further threads share
-        the last one.
+        call. Index 0 is the main thread's. When the other 7 are taken, further threads share the
+        last one.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -339,7 +339,7 @@ class Recorder:
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Wait until the calls that are complete are recorded as complete.
+        """Wait until complete calls whose futures were taken are recorded as complete.
 
         If only C++ code waits for a call, its end is recorded by one of Gloo's threads, perhaps
         after the program has gone on. This waits at most 0.2 s (`SETTLE_S`) for that. On a GPU it
@@ -405,7 +405,7 @@ class Recorder:
         buffer: the number of the tensor's storage, in the order in which records first kept them,
             as in `Record.memory`.
         offset: of the tensor's first element in the storage, in elements.
-        None: no record has kept this storage; without keep_values none has.
+        None: no record has kept a storage at this address; without keep_values none has.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
@@ -413,8 +413,8 @@ class Recorder:
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
         """Return (buffer, offset, elements) of a tensor, for `Record.memory`, or None.
 
-        buffer: the number of the tensor's storage, in the order in which records first kept them; a
-            new one gets the next number.
+        buffer: the number of the tensor's storage, in the order in which records first kept them;
+            one at a new address gets the next number.
         offset: of the tensor's first element in the storage, in elements.
         elements: the list of all elements of the storage, also those outside the tensor.
         None: no tensor, an empty one, or a storage of more than 64 (`KEPT_ELEMENTS`) elements.
@@ -434,8 +434,7 @@ class Recorder:
 class _Caller:
     """A thread's reservation of one of the board's waiting marks; `place` is its index, 0 to 7.
 
-    recorder: the rank's; without a board, marks are counted all the same.
-
+    recorder: the rank's.
     While the thread is blocked in a collective call, send or receive, its mark names that call, for
     the report of a hang. There is always a mark: without a free one, the last is shared. The object
     is in thread-local storage: when the thread ends, it is deleted and the mark is free again.

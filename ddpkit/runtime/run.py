@@ -18,10 +18,10 @@ class Run:
     """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
     results: the values that the ranks returned, by rank.
-    output: the text that each rank printed, C++ and children included, without what lies between
-        its first and last million bytes; "" under torchrun.
-    wire: for each rank the `Record`s of its collective calls and messages, in order, with their
-        bytes and their times, which are in seconds of `time.perf_counter()`.
+    output: the text that each rank printed, C++ and children included, without Gloo's and NCCL's
+        chatter and what lies between its first and last million bytes; "" under torchrun.
+    wire: for each rank the `Record`s of its collective calls and messages, in order, in the `run`
+        of an error the last 256 at most; their times are in seconds of `time.perf_counter()`.
     seconds: from the start of the first process until all have ended, or under torchrun those that
         this rank spent in the function; NaN in the `run` of an error.
     backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".

@@ -4,7 +4,7 @@ NCCL puts a call on a stream and returns at once. `wait()` only makes the curren
 the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
 else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
 never completes stays open on the board, the file that all ranks share, for the report of a hang.
-`wait` doesn't mark the rank as waiting on the board: its stream waits, the program goes on.
+`wait` without a timeout doesn't mark the rank as waiting: its stream waits, the program goes on.
 
 A record of a call on a GPU has these fields, the times on the host's clock:
     stream   the stream of its group, or "current", where NCCL runs a call that isn't asynchronous
@@ -56,7 +56,7 @@ class Cuda:
 
         No other work waits for that stream, so the program isn't delayed. There is one for each
         value of `record.stream`, from torch's pool of high-priority streams, so that the program
-        doesn't share it. The stream waits for the future of `work`, because `work.wait()` would
+        seldom shares it. The stream waits for the future of `work`, because `work.wait()` would
         free tensors that NCCL may still read. A send, recv, gather or scatter (`WITHOUT_FUTURE`)
         has a future that doesn't wait for all its tensors: for these, `work.block_current_stream()`
         makes the stream wait instead.
@@ -107,8 +107,8 @@ class Cuda:
 class StreamWork(Work):
     """The handle of a call on a GPU, whose `wait` makes the current stream wait for the call.
 
-    Without a timeout, `wait` returns at once. With a timeout, `wait` blocks the program until the
-    call is complete, as NCCL's own handle does.
+    Without a timeout, `wait` returns at once, unless the recorder has keep_values. With a timeout,
+    it blocks the program until the call is complete, as NCCL's own handle does.
     inner: NCCL's own handle; None for a message of a batch until the batch is sent.
     record: the call's record.
     before: the CUDA event in front of the call; None if the call is captured in a CUDA graph.
@@ -203,7 +203,7 @@ class Streams:
 
         record: the record of the collective call, send or receive, which isn't in the recorder's
             list yet.
-        call: makes the call, and returns NCCL's handle, or None for a message of a batch.
+        call: makes the call; returns NCCL's handle, None in a batch, whose end `batch` marks.
         sent, arriving: the tensors that it reads, and those that it fills; at least one in all.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
             that there is no handle, and None is returned.
@@ -242,7 +242,7 @@ class Streams:
         """Let NCCL send a batch of messages by `complete()`, and put one event behind all of them.
 
         works: the handles of the messages, whose `inner` is None until now. All get NCCL's one
-            handle for the batch.
+            handle for the batch; the records of all but the first become `batched`.
         complete: ends NCCL's coalescing, which sends the messages, and returns that one handle.
         """
         for work in works[1:]:
@@ -262,7 +262,7 @@ class Streams:
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
         """Put a CUDA event behind a call that was just made, or behind a whole batch.
 
-        The reading thread notes the end of the call when the event is complete.
+        The reading thread notes the end by that event; in a CUDA graph it is noted here instead.
         works: the handle of the call, or the handles of a batch.
         inner: NCCL's handle of it, which all `works` get.
         tensors: the call's tensors. Those of a send, recv, gather or scatter (`WITHOUT_FUTURE`) are
@@ -337,8 +337,8 @@ class Streams:
         """Copy the times of complete events into the records of a call, and onto the board.
 
         A call began when its first event was complete, or the call before it on its stream was
-        done, if that was later. No time is before the moment when the call was issued, though the
-        clocks drift.
+        done, if that was later. No time is before the moment when the call, or the first one of a
+        batch, was issued, though the clocks drift.
         records: the record of the call, or those of a batch.
         events: {"waited": CUDA event}, or {"started": CUDA event, "done": CUDA event}.
         """

@@ -1,4 +1,4 @@
-"""Watch ranks from the process that launched them, until each has replied, one fails or all hang.
+"""Watch ranks from the process that launched them, until each has replied, one fails or some hang.
 
 A watch collects the ranks' replies and output. When ranks fail or hang it finds out how, and raises
 an error whose message is the report. What ranks do it reads from the board, the shared file in
@@ -33,7 +33,7 @@ LOST_PEER_S = 2.0  # the same, as long as all failed ranks only lost their conne
 class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
-    A rank replies when it has run the launch's function, or a cell, to the end.
+    A rank replies when it has run the launch's function or a cell, or is ready for the first cell.
     ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which a wait for replies ends with HangError; None: never.
@@ -64,7 +64,7 @@ class Watch:
 
         A reply is what a rank sends with the word "done". After a cell it is (the repr of its
         value, its records), before the first cell None; after a launch's function, whose value is
-        in a file, a list of the modules in `worker.SLOW_IMPORTS` that it imported.
+        in a file, a list of the modules in `worker.SLOW_IMPORTS` that its process has loaded.
         awaited: the ranks to wait for; None: all.
         RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
             has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and the error says where
@@ -84,8 +84,8 @@ class Watch:
     def status(self) -> str:
         """Return a line for a progress display: how many calls the ranks have made so far.
 
-        Calls are collective calls, sends and receives, of all ranks together. After 10 s
-        (`STANDSTILL_S`) without a call it says instead which ranks wait for which.
+        Calls are collective calls, sends and receives, of all ranks together. If none was made or
+        completed for 10 s (`STANDSTILL_S`), it says instead which ranks wait for which.
         """
         quiet_s = time.perf_counter() - self.quiet_since
         if quiet_s < STANDSTILL_S:
@@ -127,7 +127,7 @@ class Watch:
                 self.fail(HangError, self._report(headline, crossed(look) or advice, look))
 
     def check_all_live(self):
-        """Raise RankError if a rank's process has ended; called before ranks are sent more work."""
+        """Raise as `_raise_failure` does if a rank has ended; called before ranks get more work."""
         for rank in self.ranks:
             if rank.exit_code is not None:
                 self._raise_failure(rank, rank.exit_code)
@@ -136,7 +136,7 @@ class Watch:
         """Handle one message of a rank: a word, and the data that belongs to it.
 
         word, said: "exit" and an exit code, or "failed" and a `Failure`, which describes the
-            exception that the rank raised: raises RankError. "disagrees" and {rank: record} of
+            exception that the rank raised: see `_raise_failure`. "disagrees" and {rank: record} of
             calls that differ: raises HangError. Any other word: `said` is the rank's reply, which
             is put into `replies`.
         """
@@ -156,10 +156,9 @@ class Watch:
         """Raise HangError if ranks can never go on.
 
         It is called now and then while no rank makes progress. A deadlock that the board proves is
-        an error at once, unless a timeout of the script's own will soon end it. What is less
-        certain, such as that every rank is inside a call, is an error after `hang_after` seconds,
-        and after as many more as an emulated link, which acts as a slow network, may delay the
-        calls.
+        an error at once, unless a timeout of the script's own will soon end it. Then, and where
+        less is certain, as when every rank is inside a call, there is an error after `hang_after`
+        seconds and as many more as an emulated link, a slow network, may delay the calls.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, the counts of what each rank has written, unchanged in all that
             time.
@@ -188,11 +187,11 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError if the ranks still can't connect, 60 s (`START_S`) after their start.
+        """Raise HangError if ranks still can't connect, 60 s (`START_S`) or more after their start.
 
         That is, if all are still starting, and all have been trying to connect for 30 s (or are
         suspended). Loading the function and its arguments, which comes before, may take any time.
-        From 30 s on it asks each rank for its stack. seconds: the seconds since the start.
+        From 30 s on it asks ranks for their stacks. seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
         if not starting or seconds < START_S / 2:  # asking for its stack interrupts a rank
@@ -276,7 +275,7 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Ask each rank that is in no call at which line it is, and return the text of a report.
+        """Ask each rank that computes or starts where it is, and return the text of a report.
 
         headline, advice: its first line, which says what happened, and its last, what to do.
         look: the state of all ranks.
@@ -292,8 +291,8 @@ class Watch:
         """Return (file, line, function): where a rank's main thread is now in the user's code.
 
         It sends the rank a signal, and waits half a second at most. If no frame is the user's, the
-        innermost frame of an installed package is returned; None if there is none either, or if the
-        rank doesn't answer.
+        innermost frame of an installed package other than torch is returned; None if there is none
+        either, or if the rank doesn't answer.
         """
         stack = self.ranks[rank].ask_stack()
         starter = "<string>", "<module>"  # the line by which Python starts the process of a rank
@@ -326,7 +325,7 @@ class Watch:
         ranks have failed or replied, or if the cause is known, the others wait in calls, and
         nothing moves any more.
         fallen: {rank: its `Failure` (the exception that it raised) or exit code, or None if it
-            replied}; later ones are put into it.
+            replied or found that calls differ}; later ones are put into it.
         cause_known: whether the cause is known already. It is as soon as a rank failed in another
             way than by losing its connection.
         """
@@ -380,7 +379,7 @@ class Watch:
         return self.output[rank].read()
 
     def shortage(self) -> str:
-        """Return a sentence that says that the machine's memory ran out, or "" if it didn't."""
+        """Return a sentence that says that memory ran out, or "" if nothing shows that."""
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
@@ -413,7 +412,7 @@ class Watch:
         return [text.read() for text in self.output]
 
     def _show_new_lines(self, last: bool = False):
-        """Print the lines that the ranks have completed since the last time this was called.
+        """Print lines that ranks have completed since this was last called, up to a limit for each.
 
         last: print unfinished lines as well.
         """

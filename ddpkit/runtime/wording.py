@@ -1,8 +1,8 @@
 """Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
 The descriptions of collectives and messages are cached, so that there is one for each line of the
-user's code that makes the call: recording may take no more than 30 µs a call, and a training step
-makes the same calls again and again.
+user's code and the arguments of its call: recording may take no more than 30 µs a call, and a
+training step makes the same calls again and again.
 
 board: the file, shared by all ranks, in which they write their calls.
 place: the user's line, as (file, line, function, via). If that line called an installed framework,
@@ -58,7 +58,7 @@ class Member:
     def check_peer(self, op: str, name: str, number: int):
         """Raise ValueError if `number` isn't a member's number in the group, or is this rank's own.
 
-        torch lets both pass; Gloo then fails with an assertion in C++, or never returns.
+        torch mostly lets both pass; Gloo then fails with an assertion in C++, or never returns.
         op, name: the operation and the name of its argument, "dst" or "src", for the text of the
             error.
         """
@@ -113,7 +113,8 @@ def collective(
     op: torch.distributed's name of the operation, such as "all_reduce".
     alike: the shapes whose number of elements, all together, must be the same on all ranks unless
         the call is `uneven`.
-    shapes: of this rank's input tensors; they give the fields `bytes` and, by the first, `shape`.
+    shapes: of this rank's input tensors or, in a scatter, of a receiver's output; they give the
+        fields `bytes` and, by the first, `shape`.
     dtype: of the tensors; None for a barrier, which has none.
     reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.

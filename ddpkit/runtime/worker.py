@@ -86,7 +86,7 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     The function and its arguments are in the file "call" of the launch's folder. The value that it
     returns and the rank's records are put into the file "result" of the rank, as (value, records).
     The reply is ("failed", `Failure`), which describes an exception, or ("done", names): those of
-    the modules in `SLOW_IMPORTS` that the function imported, which the parent preloads for the next
+    the modules in `SLOW_IMPORTS` that are loaded by then, which the parent preloads for the next
     launch. It blocks because closing a connection early would fail ranks that still talk to it.
     """
     recorder = become_rank(assignment, pipe, lifeline)
@@ -218,7 +218,7 @@ def end_with_parent(lifeline: Connection):
     """End this rank and its children when `lifeline` closes, which it does however the parent ends.
 
     On Linux the kernel sends SIGKILL, even to a rank that holds the interpreter's lock in C. On
-    other systems a thread that reads the lifeline ends the rank.
+    other systems a thread that reads the lifeline does, on Windows without the children.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
@@ -238,7 +238,7 @@ def end_with_parent(lifeline: Connection):
 
 
 def wait_to_be_ended():
-    """Block until the parent kills this rank, which it does when all ranks have replied."""
+    """Block until the parent kills this rank, when all ranks have replied or some fail or hang."""
     threading.Event().wait()
 
 
@@ -283,9 +283,9 @@ def take_gpu(assignment: Assignment):
 def join_world(assignment: Assignment, recorder: Recorder):
     """Initialise torch.distributed on the wire, the process group that records every call.
 
-    It returns when all ranks are connected. The store is a file, and Gloo and NCCL listen on the
-    loopback interface only: no port is guessed, no host name resolved, and nothing is reachable
-    from outside this machine.
+    It returns when all ranks are connected. The store is a file, and Gloo and (by default) NCCL
+    listen on the loopback interface only: no port is guessed, no host name resolved, and nothing is
+    reachable from outside this machine.
     """
     rank, world_size = assignment.rank, assignment.world_size
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
