@@ -20,6 +20,14 @@ def whole_round():
     return ring.whole_ring_all_reduce(torch.tensor([10.0 ** dist.get_rank()])).tolist()
 
 
+def parts_round():
+    """Of a tensor that is longer than what records keep."""
+    x, rank = torch.zeros(100), dist.get_rank()
+    send = dist.isend(x[:3], (rank + 1) % 3)
+    dist.recv(x[3:6], (rank - 1) % 3)
+    send.wait()
+
+
 def backwards():
     x, rank, world_size = torch.ones(1), dist.get_rank(), dist.get_world_size()
     send = dist.isend(x, (rank - 1) % world_size)
@@ -50,6 +58,6 @@ def test_stripes_are_the_ranks_that_a_number_is_the_sum_of(world_size):
 
 
 def test_other_runs_stay_rows():
-    """A ring whose sums stand outside the buffer that is sent, two ranks, and the other way."""
-    for fn, world_size in ((whole_round, 3), (chunks_round, 2), (backwards, 3)):
+    """A ring whose sums stand outside the buffer that is sent; two ranks; backwards; too long."""
+    for fn, world_size in ((whole_round, 3), (chunks_round, 2), (backwards, 3), (parts_round, 3)):
         assert not circle.is_round(hops(fn, world_size), world_size)

@@ -1,7 +1,9 @@
 """Hangs, deadlocks and mismatches: found, told in words, the same each time; slow is not hung."""
 
 import _thread
+import ast
 import re
+import site
 import sys
 import threading
 import time
@@ -283,6 +285,21 @@ def test_a_scatter_with_two_roots_is_one_call():
         dist.scatter(torch.ones(4), parts, root)
 
     assert "\n\nEvery rank must name the same root" in report(scatters, 3, 1)
+
+
+def test_a_rank_that_waits_for_a_cycle_may_wait_for_one_that_computes_as_well():
+    def waits():
+        rank, x = dist.get_rank(), torch.ones(1)
+        if rank < 2:
+            dist.recv(x, 1 - rank)
+        elif rank == 2:
+            dist.barrier()
+        time.sleep(60)
+
+    said = "deadlock: each waits for another: rank 0 for rank 1 in recv, rank 1 for rank 0 in recv."
+    text = report(waits, 4, 1)
+    assert text.startswith(said)
+    assert "rank 2: waiting for ranks 0, 1 and 3 in barrier()" in text
 
 
 # Slow is not hung (trap 19).
@@ -727,6 +744,8 @@ def test_places_name_no_machine_path_and_no_cell_number():
     text = describe_place((__file__, 1, "step"))
     assert text.startswith(f"{NAME}:1 in step: ")
     assert short_path(torch.__file__) == "torch/__init__.py"
+    assert short_path(f"{site.getusersitepackages()}/foo/bar.py") == "foo/bar.py"
+    assert short_path(ast.__file__) == "ast.py"
 
 
 def test_too_few_splits_are_pytorchs_error():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from outside import FREEZE_S, cell, run_script, wait_until
 
 from ddpkit import Link, RankError, Run, launch
-from ddpkit.runtime import backends, call, processes, worker
+from ddpkit.runtime import backends, call, output, processes, worker
 from ddpkit.runtime.call import pickle_call
 from ddpkit.runtime.errors import NoGpu
 from ddpkit.runtime.live import LiveWorld
@@ -639,6 +639,13 @@ def test_very_long_output_is_shown_without_its_middle(capsys):
         "rank 0 | 900",
     ]
     assert run.output[0].splitlines() == [str(number) for number in range(1000)]
+
+
+def test_both_limits_of_what_is_shown():
+    """Lines and characters: the last note counts all that is left out."""
+    lines = "".join(f"{'x' * 1999}\n" for _ in range(1000))
+    shown = output.shorten(lines, "")
+    assert (shown.count("..."), "\n... 1.9 MB more ...\n" in shown) == (2, True)
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -26,7 +26,7 @@ from ddpkit import HangError, RankError, collectives, ddp, launch, ring
 from ddpkit.fast import buckets
 from ddpkit.runtime import watch
 from ddpkit.runtime.recorder import recorder
-from ddpkit.runtime.wire import NEVER
+from ddpkit.runtime.wire import NEVER, WireGroup
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -264,6 +264,14 @@ def test_a_batch_waits_for_the_peer_that_is_missing():
             launch(on_nccl(batch), times, world_size=3, timeout=20)
         text = str(caught.value)
         assert text.startswith("deadlock: rank 0 waits in recv for rank 2, which has returned.")
+
+
+def test_a_group_on_the_worlds_own_backend_is_on_the_wire():
+    def groups():
+        own = [dist.new_group([0, 1], backend=name) for name in (dist.get_backend(), "nccl", None)]
+        return [type(group) is WireGroup for group in (*own, dist.new_group(backend="gloo"))]
+
+    assert launch(on_nccl(groups), world_size=2, timeout=20)[0] == [True, True, True, False]
 
 
 def test_a_batch_may_have_messages_of_a_rank_to_itself():

@@ -1,4 +1,4 @@
-"""Draw the ranks of a ring on a circle, each element that a rank holds as a cell with stripes.
+"""Draw the ranks of a ring on a circle, each element of a rank's first buffer as a striped cell.
 
 A cell has a slot for each rank, filled in that rank's colour if its number is part of the cell's
 value. So a finished sum has all colours, each in its place, and no digits or legend are needed.
@@ -19,10 +19,9 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
     It can if 3 to 8 ranks send messages hop by hop, where a hop is the set of messages that travel
-    at the same time. In each hop every rank must send one message, from its first buffer (the
-    storage of a tensor that its records show first), to its right neighbour, which is rank + 1 or,
-    for the last rank, 0. At the end no rank's first buffer may hold more elements than there are
-    ranks.
+    at the same time. A hop must have a message of each rank, from its first buffer (the storage of
+    a tensor that its records show first, and keep) to the right neighbour, rank + 1 or, for the
+    last rank, 0. At the end no rank's first buffer may hold more elements than there are ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of at least one frame gives False.
@@ -31,12 +30,12 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
     if end.event.kind != "end" or not 3 <= world_size <= 8 or not hops:
         return False
     for frame in hops:
-        if len(frame.sent) != world_size:
+        if sorted(message.event.rank for message in frame.sent) != list(range(world_size)):
             return False
         for message in frame.sent:
             event, (buffer, _) = message.event, message.marked.get(message.event.rank, (None, ()))
             first = next(iter(message.memory[event.rank]), None)
-            if event.peer != (event.rank + 1) % world_size or buffer != first:
+            if event.peer != (event.rank + 1) % world_size or buffer is None or buffer != first:
                 return False
     return all(len(next(iter(held.values()))) <= world_size for held in end.memory)
 

@@ -1,7 +1,7 @@
-"""Put the events of a run in order: causes before effects, and in the same order in every run.
+"""Put the events of a run in order: causes before effects, and what never happened at the end.
 
 A record is one rank's call, with its times and, if kept, its numbers. The times decide only the
-order of events within a rank. If a run failed, the events that never happened come last.
+order of events within a rank: where that is the same in two runs, so is the whole order.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 class Event:
     """One step of a replayed run, such as a message that leaves, or a collective call of all ranks.
 
-    kind: "send" or "receive" of one message; "hop", several messages at the same time; "meet", a
-        collective call of all its ranks; "differ", ranks made different calls; "stuck", a rank
-        waits for something that never comes; "lost", a message that is never received, or a receive
-        or send that is never waited for; "failed", a rank raised an error; "end", the state after
-        the last message.
+    kind: "send" or "receive" of one message; "hop", all messages that travel at the same time;
+        "meet", a collective call of all its ranks; "differ", ranks made calls that don't match;
+        "stuck", a rank waits for something that never comes; "lost", a message that is never
+        received, or a receive or send that is never waited for; "failed", a rank raised an error,
+        exited or was killed; "end", the state after the last message.
     text: what happens, in words.
     records: {rank: its record of the call}; for a receive the records of both ends, if both are
-        known; for a "hop", of the sends; {} for "failed" and "end".
+        known; for a "hop", the last send of each sender; {} for "failed" and "end".
     rank, peer: the sender and the receiver, for an event of one message; the sender is None if any
         may send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
-    change: for a collective, {rank: (numbers that it brought or None, numbers that it got or None,
-        the owner of each number that it got)}, as the function `change` returns it. An owner is the
-        rank that a number came from, a frozenset of ranks for a sum, or None if unknown.
+    change: for a "meet" that moves numbers, {rank: (numbers that it brought or None, numbers that
+        it got or None, the owner of each of these)}, as the function `change` returns it. An owner
+        is a rank, a frozenset of ranks for a sum, or None if unknown. Otherwise {}.
     """
 
     kind: str
@@ -54,8 +54,8 @@ def key(record: Record) -> tuple:
 
     The records of all its ranks give the same tuple. For a message it is (channel, index on the
     channel), where the channel is a group, one direction between two ranks, and a tag. For a
-    collective it is (channel, index, ranks); there the channel is the number of a group, and the
-    ranks are needed because two groups may have the same number.
+    collective it is (channel, index, ranks); there the channel is the name of a group, such as
+    "0#1", or "new 0#1" for its making. The ranks are needed as two groups may have the same name.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -66,8 +66,8 @@ def replay(run) -> list[Event]:
     """Return the events of `run` in order: what happened, then what never happened.
 
     A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
-    events are in the order of rounds, in each of which every rank takes a step, and within a round
-    in the order of ranks.
+    events are in the order of rounds, in each of which every rank that can takes a step. A round
+    has first its receives and then its sends, both in the order of ranks, and last its collectives.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     """
@@ -88,7 +88,7 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
     A message is received at the moment of its arrival. A rank enters a collective when it makes the
     call, and leaves when it calls wait() or, if it never does, when the collective is complete.
 
-    records: the records of that rank's calls. A call that never ended has no RECEIVE or LEAVE.
+    records: of its calls. A call that never ended has no RECEIVE, and LEAVE only if waited for.
     """
     steps = []
     for index, record in enumerate(records):
@@ -207,8 +207,7 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
     It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
     The numbers are None for a rank that brings or gets none, since the contents of its buffer mean
     nothing then, and if they weren't kept. An owner is the rank that a number came from, a
-    frozenset of ranks if it is their sum or another reduction, or None if unknown, as in an
-    all_to_all with parts of uneven sizes.
+    frozenset of ranks if it is their sum or another reduction, or None if unknown.
 
     records: {rank: its record of the call}, of all ranks of the group.
     """
@@ -219,15 +218,16 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
     for rank, record in records.items():
         idle = record.op in ("reduce", "gather") and rank != record.peer
         after, owners = None if idle else record.result, []
-        parts = len(records) if record.op == "all_to_all" else 1
-        for source in sorted(records):
-            if record.op in ("all_gather", "gather", "all_to_all"):
-                owners += [source] * (len(before[source] or ()) // parts)
+        for place, source in enumerate(sorted(records)):
+            if record.op == "all_to_all":
+                owners += [source] * record.splits[1][place]
+            elif record.op in ("all_gather", "gather"):
+                owners += [source] * len(before[source] or ())
         if record.op in ("broadcast", "scatter"):
             owners = [record.peer] * len(after or ())
         if record.op in ("all_reduce", "reduce", "reduce_scatter"):
             owners = [frozenset(records)] * len(after or ())
-        if len(owners) != len(after or ()):  # parts of uneven sizes
+        if len(owners) != len(after or ()):
             owners = [None] * len(after or ())
         found[rank] = before[rank], after, owners
     return found
@@ -251,10 +251,11 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
-    """Return an event for a rank's error, each unfinished call, and messages never received.
+    """Return an event for a rank's error, for each failed call, and for messages never asked for.
 
-    If the launch failed, such a message counts only if its send wasn't complete, or was the last
-    call of its rank. run: a Run or a LaunchError.
+    Failed are collectives that didn't take place and receives that never ended, unless the message
+    was on its way when the launch failed. If it did, a message never asked for counts only if
+    its send wasn't complete, or was its rank's last call. run: a Run or a LaunchError.
     ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
     calls: {`key` of a collective call: {rank: its record}}.
     """
@@ -275,7 +276,7 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
                 _, sent = ends["send"].get(key(record), (None, None))
                 found.append(_not_received(rank, record, sent, ever, failed))
             elif record.op == "send" and key(record) not in ends["recv"]:
-                stuck = failed and record is records[-1]
+                stuck = failed and record is records[-1] and record.waited is not None
                 if stuck or not failed or record.done is None:
                     found.append(_not_taken(rank, record, ever, stuck))
     return [event for event in found if event]

@@ -55,12 +55,13 @@ def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
     """Return (total, free) bytes of this machine's memory, or of its container's if that has less.
 
-    Free is what processes may still get. Return (0, 0) if this is unknown.
+    Free is what processes may still get, or less in a container: there, cached files count as used.
+    Return (0, 0) if this is unknown.
     proc: the folder of the proc file system.
     cgroup: the folder of the container's control group (version 2).
     """
     total = free = 0
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, KeyError):
         kilobytes = dict(re.findall(r"(\w+): +(\d+) kB", (proc / "meminfo").read_text()))
         total, free = (int(kilobytes[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
     with contextlib.suppress(OSError, ValueError):
@@ -82,10 +83,7 @@ class FreeMemory:
         self.look()
 
     def look(self) -> None:
-        """Sample how much of the machine's memory is free, at most once in 0.25 s (`EVERY_S`).
-
-        The last eight samples are kept, for `shortage`.
-        """
+        """Sample how much memory is free (`memory_bytes`), at most once in 0.25 s (`EVERY_S`)."""
         now = time.monotonic()
         if now - self._looked > EVERY_S:
             self._looked = now
@@ -138,10 +136,10 @@ for index in range(torch.cuda.device_count()):
 def look_at_gpus() -> list[str] | str:
     """Return a line for each GPU, with its name and size, or a text that says what is wrong.
 
-    The lines are like 'NVIDIA H100 (80 GiB, capability 9.0)'; without a GPU the list is empty. To
-    see whether a GPU works, a tensor is put on each. A child process does this, so that CUDA
-    doesn't start in this one; the text is the last line of its error output, its exit code if that
-    is empty, or that it gave no answer within two minutes.
+    The lines are like 'NVIDIA H100 (80 GiB, capability 9.0)'; the list is empty if torch finds no
+    GPU. To see whether a GPU works, a tensor is put on each. A child process does this, so that
+    CUDA doesn't start in this one; the text is the last line of its error output, its exit code if
+    that is empty, or that it gave no answer within two minutes.
     """
     code = [sys.executable, "-c", LOOK]
     try:

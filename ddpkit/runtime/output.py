@@ -44,7 +44,7 @@ class Output:
         """Return the output so far, as text; of more than 2 MB (`KEPT_BYTES`), both ends.
 
         These are its first and last million bytes; between them a line says how much is left out.
-        Messages that Gloo and NCCL print are dropped.
+        Gloo's and NCCL's notes on connections, and a progress bar's old states, are dropped.
         """
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
@@ -54,10 +54,10 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Cut the middle out of the output if it has grown beyond 4 MB.
+        """Cut the middle out of the output if its file has grown beyond 4 MB.
 
-        The rank may go on printing meanwhile. Of the output, the first million bytes stay in the
-        file, the last million are kept in memory for `read`, and what lies between is lost.
+        The first million bytes stay in the file, the last million are kept in memory for `read`,
+        and what lies between is lost, as is what the rank prints at that very moment.
         """
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
@@ -97,9 +97,10 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Return output as text, without Gloo's and NCCL's messages and a progress bar's old states.
+    """Return output as text, without a progress bar's old states and notes on connections.
 
-    A progress bar writes a carriage return, and then its next state over the one before.
+    A progress bar writes a carriage return, and then its next state over the one before. The notes
+    are Gloo's that it has connected, or couldn't, and those of NCCL's watchdog on a lost rank.
     """
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = NCCL_CHATTER.sub("", GLOO_CHATTER.sub("", text)).split("\n")
@@ -114,15 +115,19 @@ def shorten(text: str, where: str) -> str:
     where: words that say where all of it is, such as ", all of them in run.output[2]"; "" for none.
     """
     lines = text.splitlines(keepends=True)
-    half = MOST_LINES // 2
+    first, last, more = text, "", ""
     if len(lines) > MOST_LINES:
-        more = f"{len(lines) - MOST_LINES} more lines{where}"
-        lines[half:-half] = [f"... {more} ...\n"]
-    text = "".join(lines)
-    half = MOST_SHOWN // 2
-    if len(text) > MOST_SHOWN:
-        text = f"{text[:half]}\n... {size(len(text) - MOST_SHOWN)} more{where} ...\n{text[-half:]}"
-    return text
+        half = MOST_LINES // 2
+        first, last = "".join(lines[:half]), "".join(lines[-half:])
+        more = f"{len(lines) - MOST_LINES} more lines"
+    if len(first) + len(last) > MOST_SHOWN:
+        half = MOST_SHOWN // 2
+        first, last = first[:half], (last or first)[-half:]
+        more = f"{size(len(text) - len(first) - len(last))} more"
+    if not more:
+        return text
+    gap = "" if first.endswith("\n") else "\n"
+    return f"{first}{gap}... {more}{where} ...\n{last}"
 
 
 def label(rank: int, text: str) -> str:

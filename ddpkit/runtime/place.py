@@ -40,7 +40,7 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 @cache
 def is_library(file: str) -> bool:
-    """Return whether `file` belongs to torch, ddpkit or Python."""
+    """Return whether `file` belongs to torch, ddpkit or Python, or is typing_extensions.py."""
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
@@ -126,8 +126,8 @@ def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
 def describe_place(place: tuple) -> str:
     """Return a place in words: 'step, line 3: dist.all_reduce(x)', 'train.py:12 in step: ...'.
 
-    The first form is that of a notebook's cell. The cell's number is left out, since it differs
-    from session to session.
+    The first form is that of a notebook's cell; outside of functions it is 'line 3 of the cell:
+    ...'. The cell's number is left out, since it differs from session to session.
     place: (file, line, function), or with via after these, which is ignored. The line's text is
         added if the file can be read.
     """
@@ -141,12 +141,11 @@ def describe_place(place: tuple) -> str:
 
 
 def short_path(file: str) -> str:
-    """Return a file's path from its package's folder on if it is installed, otherwise its name.
+    """Return a file's name, or its path from the package's folder on if installed or Python's own.
 
     For example 'torch/nn/functional.py', or 'train.py' for '/home/me/train.py'.
     """
-    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-    for folder in (*folders, *site.getsitepackages()):
-        if file.startswith(folder + os.sep):
-            return file[len(folder) + 1 :].replace(os.sep, "/")
+    for folder in (*_INSTALLED_FOLDERS, *_PYTHONS_OWN[:-1]):
+        if file.startswith(folder):
+            return file[len(folder) :].replace(os.sep, "/")
     return os.path.basename(file)

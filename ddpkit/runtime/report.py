@@ -2,8 +2,8 @@
 
 A call is a collective call, a send or a receive. A `Look` is the state of all ranks at one moment,
 as they have written it on the board, a file that they share. It has the last calls of each rank,
-and its `Situation`: whether the rank waits, in which call, and for which ranks. Most functions here
-return (headline, advice), two texts that `report` puts around the description of the ranks.
+and its `Situation`: whether the rank waits, in which call, and for which ranks. The explain_*
+functions return (headline, advice), two texts that `report` puts around what it says of the ranks.
 """
 
 import math
@@ -43,6 +43,8 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     members = next(iter(by_rank.values())).ranks
     world_size = len(members) if members == tuple(range(len(members))) else 0
     sides = [f"{name_some(r, world_size)} called {call}" for call, r in ranks_by_call.items()]
+    if len(sides) == 1:  # the others' records are overwritten
+        sides.append("another rank called something else, over 250 calls ago")
     said = f"mismatch: {', '.join(sides[:-1])}, but {sides[-1]}."
     return said, _how_to_agree(list(by_rank.values()))
 
@@ -52,10 +54,10 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
 
     by_rank: {rank: its record of the call}.
     pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
-        expects. Those of the rank that is in most of them come first: if one rank is at fault, it
-        is in all.
+        expects. In the headline, those of the rank that is in most of them come first: if one rank
+        is at fault, it is in all.
     """
-    in_pairs = Counter(rank for pair in pairs for rank in pair)
+    in_pairs = Counter(rank for pair in pairs for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
     said = []
     for sender, receiver in sorted(pairs, key=lambda pair: (odd not in pair, pair)):
@@ -115,8 +117,8 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
     """Return (headline, advice) for ranks that can never go on.
 
     look: the state of all ranks.
-    stuck: the ranks that can never go on, as `Look.deadlocked` returns them. Either some of them
-        wait for ranks that have ended or left the group, or they wait for each other in a cycle.
+    stuck: the ranks that can never go on, as `Look.deadlocked` returns them. Some of them wait for
+        ranks that have ended or left the group, or for each other in a cycle.
     """
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
@@ -143,7 +145,7 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
     """Return whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
 
     Soon means: the timeout is no longer than 60 s (`PATIENCE_S`). The script may catch its error
-    and go on, so ddpkit doesn't end the ranks.
+    and go on, so ddpkit doesn't end the ranks at once.
     """
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
@@ -155,8 +157,8 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) for a wait that timed out after `seconds`.
 
-    Both describe the deadlock if the ranks are in one. Otherwise they name the late ranks, which
-    haven't come to the call in which others wait.
+    Both describe the deadlock if the ranks are in one, or seem to be. Otherwise they are those of
+    `explain_standstill`, which name the late ranks if there are any.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
@@ -166,7 +168,7 @@ def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
 def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if a wait timed out and ranks of other machines are silent.
 
-    silent: the ranks whose machines haven't sent any news of them since the wait began.
+    silent: the ranks of other machines of which no news came in the seconds after the wait.
     seconds: how long the wait lasted.
     """
     said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
@@ -178,9 +180,9 @@ def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
-    The headline names the ranks that wait in a call, and the late ones, for which they wait and
-    which are in no call. The advice asks what holds up the first late one at its line. If none is
-    late, they say instead that every rank is inside a call, and ask which is one too many.
+    The headline names the late ranks, which are in no call, and the ranks that wait for them in
+    one. The advice asks what holds up the first late one at its line. If none is late, they say
+    instead that every rank is inside a call, and ask which is one too many.
     look: what each rank is doing now. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
@@ -201,8 +203,8 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 def waited_s(record: Record | None, error: BaseException) -> float:
     """Return the seconds that a wait lasted before it timed out with `error`; 0.0 if unknown.
 
-    record: the call in which the rank waited, or None if it isn't known. Gloo's message has the
-        figure; otherwise the time from the beginning of the wait until now is taken.
+    record: the call in which the rank waited, or None if it isn't known. The figure in Gloo's
+        message is taken, if there is one; otherwise the time since the wait, or the call, began.
     """
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo:
@@ -231,7 +233,8 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
     waiting: a `Situation` for each rank that waits. The other ranks wait for those of the cycle,
         and would go on if it were broken.
     """
-    awaited = {s.rank: set(s.missing) for s in waiting}
+    ranks_waiting = {s.rank for s in waiting}  # a missing rank may still compute
+    awaited = {s.rank: ranks_waiting.intersection(s.missing) for s in waiting}
     before = -1
     found = 0
     while before != found:  # each round follows the waits one rank further
@@ -240,7 +243,7 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
         before, found = found, sum(map(len, awaited.values()))
     circle = []
     for s in waiting:
-        if all(s.rank in awaited[rank] for rank in awaited[s.rank]):
+        if awaited[s.rank] and all(s.rank in awaited[rank] for rank in awaited[s.rank]):
             circle.append(s)
     return circle
 
@@ -266,9 +269,9 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 def _what_came_next(records: list[Record]) -> Record | None:
     """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
-    It looks for the longest earlier sequence of calls that were made in the same groups (or between
-    the same ranks) and from the same lines as the latest calls, and returns the call that followed
-    it. If several sequences are equally long, the latest counts.
+    It looks for the longest earlier sequence of calls that were made on the same channels (groups,
+    for messages also ranks and tags) and from the same lines as the latest calls, and returns the
+    call that followed it. If several sequences are equally long, the latest counts.
 
     records: the rank's last calls, the oldest first.
     """
@@ -317,7 +320,7 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     """Return the advice for a deadlock, which depends on the operations in which ranks wait.
 
     stuck: the situations of the ranks in the cycle, or, if `gone`, of those that wait for ranks
-        that have ended or left the group.
+        that have ended or left the group. If a message of one is `lost`, the advice is about it.
     """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
@@ -351,7 +354,7 @@ def crossed(look: Look) -> str | None:
     """Return sentences on a number under which ranks made groups of different members, or None.
 
     Each rank counts the groups that it makes, and members of a group find each other's addresses
-    under its number: where ranks count differently, they never connect.
+    under its number: where ranks count differently, they may never connect.
     """
     groups = look.crossed_groups()
     if not groups:
@@ -367,8 +370,8 @@ def crossed(look: Look) -> str | None:
 def let_go(look: Look) -> str | None:
     """Return sentences on a message that isn't complete and whose handle was deleted, or None.
 
-    They name the line of its isend or irecv, which returned the handle. Without the handle nothing
-    completes the message, which may hold up all later ones.
+    They name the line of its isend or irecv, which returned the handle. Without the handle the
+    message may never be delivered, and may hold up all later ones.
     """
     for rank in look.ranks:
         for record in look.records[rank]:
@@ -400,7 +403,7 @@ def report(
     look: the state of all ranks.
     stuck: True if a rank that hasn't made a call in which others wait will never make it, which the
         table then marks as a difference; False if it may only be late.
-    ranks: the ranks to show; None for all.
+    ranks: the ranks to show; None for all. Warnings of endless loops are about all in any case.
     """
     ranks = look.ranks if ranks is None else ranks
     ranks_by_place: dict[str, list[int]] = {}
@@ -415,8 +418,8 @@ def _where(s: Situation, look: Look) -> str:
     """Return in lines where a rank is: "waiting for rank 1 in barrier()", "  step, line 3: ...".
 
     The second line has the user's function, the number and the text of its line. Further lines name
-    the line of an installed framework, such as torch, by which the call was made, and say where the
-    rank's other threads wait.
+    the line of an installed framework, such as lightning, by which the call was made, and say where
+    the rank's other threads wait.
     """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     missing = f" for {_others(s, look)}" if s.missing else ""

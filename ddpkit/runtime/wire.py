@@ -1,6 +1,6 @@
 """The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
-Every call of a rank passes through here, also object collectives, and calls that PyTorch makes in
+Every call in the group passes through, also object collectives, and calls that PyTorch makes in
 C++, as DistributedDataParallel does. From this one layer come the counts of calls and bytes that
 exercises check, timelines, animations, the report of a hang, and the emulated link, which delays
 calls as a slower network would. Tensors are passed on untouched, so results are bit-identical.
@@ -169,8 +169,8 @@ def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, .
 
     args: of the real group's method, in one of two forms. (output, input, options): two lists, with
         a tensor for each member. (output, input, output counts, input counts, options): two
-        tensors, whose rows are divided among the members by these lists or, if they are empty,
-        evenly.
+        tensors, whose rows are divided among the members by these lists or, if they are empty or
+        missing, evenly.
     world_size: the number of members.
     """
     received, sent, *sizes, _ = args
@@ -226,7 +226,7 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Context manager: record the connecting of this group, which happens inside, as a call.
+        """Context manager: record the connecting inside it, of this group or its parts, as a call.
 
         It blocks like a call of the group's members; the record's op is "new_group". Connecting the
         first group, which is the world, isn't recorded; the launcher watches that in another way.
@@ -289,7 +289,7 @@ class WireGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
         """Record a monitored barrier and block in it; on a timeout, Gloo raises RuntimeError.
 
-        The error names the first rank that didn't arrive, or all of them with `wait_all_ranks`.
+        Rank 0's error names the first rank that didn't arrive, or all of these if `wait_all_ranks`.
         timeout: how long to wait. 30 minutes, which torch passes where the user gives none, stands
             for the group's own timeout.
         """
@@ -305,8 +305,8 @@ class WireGroup(dist.ProcessGroup):
     ) -> WireWork | StreamWork | None:
         """Record a collective call, make it on the real group, and return its handle.
 
-        A call that isn't asynchronous, by its options, is waited for here, and None is returned. On
-        an emulated link a handle is returned in any case, whose `wait` ends when the link would
+        If the call isn't asynchronous, by its options, return None (on the CPU after a wait). On an
+        emulated link a handle is returned in any case, whose `wait` ends when the link would
         have delivered. Calls on a GPU get a StreamWork, others a WireWork.
         op: torch.distributed's name for the call, such as "all_reduce".
         method, args: the real group's method, and its arguments, of which the last is the options.
@@ -420,8 +420,8 @@ class WireGroup(dist.ProcessGroup):
 
         words: a function of the module `wording` that describes the call as a `Said`. what: its
             arguments after the first two, which are the member and the user's line.
-        frames: how many of the innermost frames of this stack are ddpkit's; they aren't looked at
-            for the user's line, which saves time.
+        frames: how many of the innermost frames, from that of `call_site` on, are ddpkit's; they
+            aren't looked at for the user's line, which saves time.
         """
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
@@ -476,8 +476,8 @@ class WireGroup(dist.ProcessGroup):
     def shutdown(self):
         """Shut down this rank's part of the group; `dist.destroy_process_group` calls this.
 
-        It doesn't block. On Gloo the connections stay open until all members have called it: closed
-        early, they would fail a member that still waits, with an error that hides the cause.
+        On Gloo it doesn't block; connections stay open at least until all members have called it:
+        closed early, they would fail a member that still waits, with an error that hides the cause.
         """
         self.recorder.destroyed(self._member.name)
         if self.inner_name == "gloo" and self.recorder.board is not None:
@@ -552,7 +552,7 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
     device: the device that this rank computes on.
     one_machine: as under `launch`, Gloo listens on the loopback interface only, and a call has no
-        timeout unless the script gives one.
+        timeout unless the script gives one other than torch's 30 minutes.
     """
 
     def create(options, given) -> WireGroup:
@@ -627,10 +627,10 @@ def _nccl(options, device: torch.device, timeout: timedelta, given):
 def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, calm: bool):
     """Connect a Gloo group; return (its process group, its backend type).
 
-    options: torch's options of the new group: its members, this rank's number among them.
+    options: torch's options of the new group: its size, this rank's number in it.
     store: where the members exchange their addresses.
     one_machine: listen on the loopback interface only; otherwise on those that GLOO_SOCKET_IFNAME
-        names, separated by commas.
+        names, separated by commas; without it, on Gloo's default.
     calm: keep Gloo's reading threads from preempting the rank, for the emulated link.
     """
     gloo = dist.ProcessGroupGloo._Options()
@@ -700,7 +700,7 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
-    if wired and world.inner_name == "gloo" and str(backend).lower() == "gloo":
+    if wired and str(backend).lower() == world.inner_name:
         backend = None
     if wired:
         kwargs.pop("device_id", None)
@@ -730,8 +730,8 @@ def _batched(p2p_op_list):
 
     NCCL's messages on the wire are sent as one: torch batches messages only for its own class of
     group; one by one they would deadlock. A rank's messages to itself, which NCCL copies and Gloo
-    refuses, go with the others and aren't recorded, as no other rank takes part in them. All other
-    lists are passed to torch's own function.
+    refuses, go with the others, if there are any; as no other rank takes part in them, they aren't
+    recorded, and have no handle. All other lists are passed to torch's own function.
     p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None
