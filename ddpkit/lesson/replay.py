@@ -276,7 +276,8 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
                 _, sent = ends["send"].get(key(record), (None, None))
                 found.append(_not_received(rank, record, sent, ever, failed))
             elif record.op == "send" and key(record) not in ends["recv"]:
-                stuck = failed and record is records[-1] and record.waited is not None
+                raised = getattr(run, "rank", None) == rank
+                stuck = failed and record is records[-1] and not raised
                 if stuck or not failed or record.done is None:
                     found.append(_not_taken(rank, record, ever, stuck))
     return [event for event in found if event]
