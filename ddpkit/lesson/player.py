@@ -275,7 +275,7 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
-    """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
+    """Draw the row of a rank: its label, its numbers, and below them its status in the frame.
 
     change: the drawing of a collective's numbers before and after, which then take the place of the
         rank's buffers, if the rank took part; None if there is none, as `_change` says.

@@ -546,8 +546,8 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
     """Register with torch a backend "ddpkit" for the world and all groups: Gloo or NCCL, recorded.
 
-    It also replaces four functions of torch.distributed: get_backend, batch_isend_irecv, new_group
-    and split_group.
+    To be called before `init_process_group("ddpkit")`. Four functions of torch.distributed, which
+    expect groups of torch's, are replaced: get_backend, batch_isend_irecv, new_group, split_group.
     recorder: this rank's recorder, which gets all calls.
     backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
     device: the device that this rank computes on.
