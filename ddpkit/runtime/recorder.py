@@ -286,8 +286,8 @@ class Recorder:
         """Write onto the board how many threads of this rank have made calls and are still alive.
 
         If one thread of a rank waits, and the rank has others that make calls, one of these may
-        still go on: then the launcher doesn't take the rank for stuck. Called at each thread's first
-        call and end; with `look`, again and again in a script under `ddpkit.debug`.
+        still go on: then the launcher doesn't take the rank for stuck. Called when a thread begins
+        to make calls and when it ends; with `look`, again and again under `ddpkit.debug`.
         look: read the threads' stacks, and leave out those that idle in a pool, but never the main
             thread.
         """
