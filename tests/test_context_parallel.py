@@ -473,7 +473,7 @@ WRONG_MERGES = {without_exp: 1, alike: 1, with_the_max_for_lse: 1, with_only_the
 
 @on_ranks(2, 3)
 def test_a_wrong_merge_is_seen(check, world_size):
-    """Published: e^lse overflowed in one (ring-flash-attention)."""
+    """Published: e^lse overflowed in one (NATTEN#202)."""
     for merge, scale in WRONG_MERGES.items():
         shape = 1, world_size, 1, 8 * world_size, 3
         q, k, v, do = (randn(*shape, seed=seed, dtype=torch.float32) for seed in range(4))

@@ -289,7 +289,7 @@ def test_past_the_hooks(check):
 
 @on_ranks(2)
 def test_an_optimizer_made_before_the_wrapping_goes_on(check):
-    """PyTorch's holds parameters that no longer exist (pytorch#149205); ours are the same ones."""
+    """PyTorch's holds parameters that no longer exist (dlrover#584); ours are the same ones."""
     plain = cases.Odd()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     model = FSDP(plain)

@@ -394,7 +394,7 @@ merged_by_powers = Piece(
     serial=lambda case: {"weights": torch.full((120,), 0.5)},
     case=Case(1),
     meshes=(Case(1),),
-    source="zhuzilin/ring-flash-attention, 9b84a6a",
+    source="SHI-Labs/NATTEN#202",
     symptom="Two blocks of attention are merged by their log-sum-exps, in float32. Tests pass. "
     "After some thousand steps the loss is NaN.",
     asks="the lse grows by 1 a step, from 1: at which is the weight NaN for the first time?",
