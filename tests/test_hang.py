@@ -302,6 +302,24 @@ def test_a_rank_that_waits_for_a_cycle_may_wait_for_one_that_computes_as_well():
     assert "rank 2: waiting for ranks 0, 1 and 3 in barrier()" in text
 
 
+def test_calls_that_the_board_has_forgotten_arent_called_missing():
+    """Rank 1 made two of three, and then 300 elsewhere."""
+
+    def leaves_one_out():
+        rank, x = dist.get_rank(), torch.ones(1)
+        alone = [dist.new_group([member]) for member in range(2)][rank]
+        for _ in range(3 - rank):
+            dist.all_reduce(x)
+        for _ in range(300 * rank):
+            dist.all_reduce(x, group=alone)
+
+    lines = report(leaves_one_out, 2, 1).splitlines()
+    assert [line for line in lines if "≠" in line or line[:1].isdigit()] == [
+        "Their last calls in the world (≠: here they differ):",
+        "3 ≠   all_reduce(1 float32, sum)  -",
+    ]
+
+
 # Slow is not hung (trap 19).
 
 

@@ -43,6 +43,11 @@ def last_calls(
         here = [record for record in look.records[rank] if record.channel == guilty.channel]
         texts[rank] = {record.seq + 1: _without_group(record) for record in here}
         fingerprints[rank] = {r.seq + 1: r.fingerprint or guilty.fingerprint for r in here}
+    lost = [r for r in members if not texts[r] and look.board.calls(r) > len(look.records[r])]
+    if lost:  # the board has forgotten all their calls here, so that earlier ones can't be compared
+        for column in (*texts.values(), *fingerprints.values()):
+            for number in range(1, guilty.seq + 1):
+                column.pop(number, None)
     others: dict[str, list[int]] = {}
     for rank in ranks:
         records = (record for record in look.records[rank] if record.channel != guilty.channel)
