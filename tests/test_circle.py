@@ -21,8 +21,7 @@ def whole_round():
 
 
 def parts_round():
-    """Of a tensor that is longer than what records keep."""
-    x, rank = torch.zeros(100), dist.get_rank()
+    x, rank = torch.zeros(100), dist.get_rank()  # longer than what records keep
     send = dist.isend(x[:3], (rank + 1) % 3)
     dist.recv(x[3:6], (rank - 1) % 3)
     send.wait()

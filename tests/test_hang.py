@@ -303,8 +303,6 @@ def test_a_rank_that_waits_for_a_cycle_may_wait_for_one_that_computes_as_well():
 
 
 def test_calls_that_the_board_has_forgotten_arent_called_missing():
-    """Rank 1 made two of three, and then 300 elsewhere."""
-
     def leaves_one_out():
         rank, x = dist.get_rank(), torch.ones(1)
         alone = [dist.new_group([member]) for member in range(2)][rank]

@@ -642,7 +642,6 @@ def test_very_long_output_is_shown_without_its_middle(capsys):
 
 
 def test_both_limits_of_what_is_shown():
-    """Lines and characters: the last note counts all that is left out."""
     lines = "".join(f"{'x' * 1999}\n" for _ in range(1000))
     shown = output.shorten(lines, "")
     assert (shown.count("..."), "\n... 1.9 MB more ...\n" in shown) == (2, True)

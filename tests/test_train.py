@@ -201,9 +201,8 @@ def test_half_precision_computes_the_same_but_for_its_roundings(dtype):
     digits = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # of one rounding
     for found in launch(outcomes, configs(meshes, dtype=dtype, **options), world_size=2):
         for steps, _, _ in found:
-            off = []
-            for one, other in zip(serial[0][0], steps, strict=True):
-                off.append(abs(other["loss"] - one["loss"]) / one["loss"])
+            pairs = zip(serial[0][0], steps, strict=True)
+            off = [abs(other["loss"] - one["loss"]) / one["loss"] for one, other in pairs]
             assert 0 < max(off) < digits  # a single loss may be equal by chance
 
 
@@ -487,20 +486,24 @@ def test_under_torchrun_on_a_gpu(tmp_path):
     assert run_script(tmp_path, ON_GPU, command=torchrun) == "cuda True\n"
 
 
-def with_twice_the_gradients(config):
+def spoilt(config, factor, apart):
+    """Gradients are `factor` times too large; in the end rank 0's embedding is `apart` off."""
     trainer = Trainer(config)
     for parameter in filter(lambda each: each.requires_grad, trainer.part.parameters()):
-        parameter.register_hook(lambda gradient: 2 * gradient)
-    return [trainer.step(number)["loss"] for number in range(2)], whole_state(trainer)
+        parameter.register_hook(lambda gradient: factor * gradient)
+    losses = [trainer.step(number)["loss"] for number in range(2)]
+    trainer.part.tokens.weight.data.add_(apart * (trainer.mesh.rank("data") == 0))
+    return losses, whole_state(trainer)
 
 
-def test_the_exact_twin_sees_a_factor():
-    """Signs hide it: losses and parameters are alike, the sums of gradients aren't."""
+def test_the_exact_twin_sees_a_factor_and_a_copy_that_is_apart():
+    """Signs hide a factor from losses and parameters; the sums of gradients show it."""
     sizes = {"layers": 1, "width": 8, "heads": 2, "length": 4, "batch": 2}
     twin = TrainConfig(**sizes, exact=True, optimizer="sign", clip=0.0)
     (right,) = launch(capstone_runs.twin_of, twin, 2, world_size=1)
-    (losses, state) = launch(with_twice_the_gradients, twin, world_size=1)[0]
+    (losses, state) = launch(spoilt, twin, 2, 0, world_size=1)[0]
     assert (losses, state.keys()) == (right[0], right[1].keys())
     wrong = {name for name in state if not torch.equal(state[name], right[1][name])}
     assert wrong == {name for name in state if name.startswith("optimizer.sum.")}
-    assert not capstone_runs.same(right, (losses, state))
+    run = launch(spoilt, dataclasses.replace(twin, data=2), 1, 1, world_size=2)
+    assert [capstone_runs.same(right, rank) for rank in run] == [False, True]

@@ -99,7 +99,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend) -> 
 
 
 def attentions(kind: str) -> dict[str, Callable]:
-    """{variant: attention}, PyTorch's own first; on a GPU, ours is the kernels, where Triton is."""
+    """Return {variant: attention}, PyTorch's own first; with Triton on a GPU, ours by kernels."""
     names = BACKENDS if kind == "cuda" else [FLASH]
     found = {name: partial(sdpa, backend=BACKENDS[name]) for name in names}
     found |= {PLAIN: attention}

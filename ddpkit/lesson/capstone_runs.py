@@ -43,9 +43,9 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
     """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
     The state has parameters, buffers, and what the optimizer keeps for each element: for "sign" the
-    sum of all gradients, in which a wrong factor shows. To be called on every rank; all return
-    the same. Checkpoints are neither read nor written. If `config.exact` is true, all meshes give
-    results that are equal to the last bit, which `same` can check.
+    sum of all gradients, in which a wrong factor shows. To be called on every rank, which returns
+    its own copies. Checkpoints are neither read nor written. If `config.exact` is true, all ranks
+    of all meshes return the same to the last bit, which `same` can check.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]

@@ -46,8 +46,8 @@ def last_calls(
     lost = [r for r in members if not texts[r] and look.board.calls(r) > len(look.records[r])]
     if lost:  # the board has forgotten all their calls here, so that earlier ones can't be compared
         for column in (*texts.values(), *fingerprints.values()):
-            for number in range(1, guilty.seq + 1):
-                column.pop(number, None)
+            for number in [number for number in column if number <= guilty.seq]:
+                del column[number]
     others: dict[str, list[int]] = {}
     for rank in ranks:
         records = (record for record in look.records[rank] if record.channel != guilty.channel)

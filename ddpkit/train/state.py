@@ -179,7 +179,7 @@ def whole_parameters(trainer: Trainer) -> dict[str, Tensor]:
 def whole_state(trainer: Trainer, prefix: str = "") -> dict[str, Tensor]:
     """Return {name: whole tensor, on the CPU} of the state whose names begin with `prefix`.
 
-    Names are those of `state_of`. Every rank must call, and gets all of them.
+    Names are those of `state_of`. Every rank must call, and gets all; of copies, its own.
     Cost per rank: an all_gather_object of its part, and the memory of the whole.
     """
     mine = {}
@@ -189,7 +189,7 @@ def whole_state(trainer: Trainer, prefix: str = "") -> dict[str, Tensor]:
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     whole: dict[str, Tensor] = {}
-    for part in everyones:
+    for part in (*everyones, mine):
         for name, (shape, boxes) in part.items():
             for offsets, values in boxes:
                 whole.setdefault(name, values.new_empty(shape))
