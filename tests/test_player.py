@@ -60,6 +60,16 @@ def torch_collectives():
     dist.barrier()
 
 
+def uneven_all_to_all(ranks=2):
+    """Each rank sends 1 number to rank 0 and 2 to rank 1."""
+    got = [dist.get_rank() + 1] * ranks
+    dist.all_to_all_single(torch.zeros(sum(got)), mine(3), got, [1, 2, 3][:ranks])
+
+
+def too_few_sizes():
+    uneven_all_to_all(ranks=1)
+
+
 def all_send():
     dist.send(mine(1), dst=1 - dist.get_rank())
 
@@ -202,6 +212,11 @@ WRONG = {
         "3. rank 1 waits here for ever: rank 0 never waited for its send, "
         "and the message was dropped",
     ],
+    (too_few_sizes, 2): [
+        "1. rank 0 fails, as the error says",
+        "2. PyTorch refuses the all_to_all of ranks 0 and 1: 1 size to send, 1 size to receive, "
+        "in a group of 2",
+    ],
     (one_raises, 2): [
         "1. rank 1 fails, as the error says",
         "2. rank 0 waits here in vain: no message comes from rank 1",
@@ -278,6 +293,12 @@ def test_film_of_collectives():
     frames, _ = frames_of(torch_collectives, 2)
     assert frames[-1].memory[0]["all_gather"] == [(1, 0), (10, 1)]
     assert frames[0].memory[0][0] == [(11, frozenset({0, 1})), (22, frozenset({0, 1}))]
+
+
+def test_film_of_an_uneven_all_to_all():
+    frames, _ = frames_of(uneven_all_to_all, 2)
+    memory = [frames[-1].memory[rank]["all_to_all"] for rank in (0, 1)]
+    assert memory == [[(1, 0), (10, 1)], [(2, 0), (3, 0), (20, 1), (30, 1)]]
 
 
 def test_film_of_a_ring():

@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from ..runtime.board import MESSAGES, Record
 from ..runtime.errors import HangError, LaunchError
-from ..tools.units import name_ranks, numbers
+from ..tools.units import count, name_ranks, numbers
 
 RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 
@@ -148,12 +148,18 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 def _complete(records: dict[int, Record]) -> bool:
     """Return whether a collective took place: all ranks of the group made the same call.
 
-    A `new_group` must have ended on every rank as well. records: {rank: its record of the call}.
+    A `new_group` must have ended on every rank as well, and PyTorch refuses an all_to_all without
+    one size for each rank. records: {rank: its record of the call}.
     """
     first = next(iter(records.values()))
     if first.op == "new_group" and any(record.done is None for record in records.values()):
         return False
-    return len(records) == len(first.ranks) and _alike(records)
+    return len(records) == len(first.ranks) and _alike(records) and not _refused(first)
+
+
+def _refused(record: Record) -> bool:
+    """Return whether it is an all_to_all with another number of sizes than its group has ranks."""
+    return any(len(sizes) != len(record.ranks) for sizes in record.splits or ())
 
 
 def _alike(records: dict[int, Record]) -> bool:
@@ -302,11 +308,18 @@ def _different_calls(records: dict[int, Record]) -> Event:
 def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     """Return the event of a collective call that some members of its group never made.
 
-    It may also be a `new_group` call that all members made and that didn't end on every rank.
+    It may also be a call that PyTorch refused, since it gave sizes for another number of ranks, or
+    a `new_group` call that all members made and that didn't end on every rank.
     records: {rank: its record}, of the ranks that made the call. ever: how the text goes on after
         "rank 0 waits": "for ever" if the ranks hung, "in vain" otherwise.
     """
     first, ranks = next(iter(records.values())), sorted(records)
+    if _refused(first):
+        to, by = map(len, first.splits)
+        sizes = f"{count(to, 'size')} to send, {count(by, 'size')} to receive"
+        text = f"PyTorch refuses the {first.op} of {name_ranks(ranks)}: {sizes}"
+        text += f", in a group of {len(first.ranks)}"
+        return Event("differ", text, records, status=dict.fromkeys(ranks, "is refused"))
     absent = [rank for rank in first.ranks if rank not in records]
     wait = "waits" if len(ranks) == 1 else "wait"
     never = "never calls it" if len(absent) == 1 else "never call it"
