@@ -33,12 +33,12 @@ __all__ = [
 
 
 def load_ipython_extension(ipython):
-    """Add the `%%ranks` magic and the progress line of long cells, for `%load_ext ddpkit`."""
+    """Add the `%%ranks` magic and a progress line below long cells; `%load_ext ddpkit` calls it."""
     from . import lesson  # noqa: F401
     from .runtime.live import add_magic
 
     if "ranks" not in ipython.magics_manager.magics["cell"]:
         add_magic(ipython)
-        # Said again, `%load_ext` is silent: a reader runs the cell of imports more than once.
+        # IPython forgets that ddpkit is loaded, so a second `%load_ext` prints no complaint.
         loaded = ipython.extension_manager.loaded
         ipython.events.register("post_run_cell", lambda _: loaded.discard("ddpkit"))

@@ -44,7 +44,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     must take part with 0 rows, forward and backward, or the others wait for it.
     ValueError: on this rank, an input of other shape; on every rank, fewer than 2 values a channel.
 
-    Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one; no double backward.
+    Cost: forward 2C+1 float64 in one all-reduce, backward 2C numbers in one if the input requires a
+    gradient; no double backward.
     """
 
     def __init__(self, num_features: int, *args, group: ProcessGroup | None = None, **kwargs):
@@ -84,9 +85,9 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 def batch_statistics(x: Tensor, group: ProcessGroup | None = None) -> tuple[float, Tensor, Tensor]:
     """Compute count, mean and (biased) variance of each channel over the rows of all ranks.
 
-    x: (n, C, ...), n may be 0. Returns the count, a number, and two of float64, (C,), with the same
-    bits on every rank.
-    ValueError, on every rank: fewer than 2 values a channel. Cost: an all-reduce of 2C+1 float64.
+    x: (n, C, ...), n may be 0. Returns a number and two tensors of float64, (C,), without gradient,
+    with the same bits on every rank. ValueError, on every rank: fewer than 2 values a channel.
+    Cost: an all-reduce of 2C+1 float64, and float64 copies of x and its squares.
     """
     wide = x.detach().double()
     mine = wide.new_tensor([x.numel() / x.shape[1]])  # values of a channel on this rank
@@ -111,8 +112,9 @@ class Normalize(torch.autograd.Function):
     """A function of autograd: y = w (x - mean) · scale + b, where mean and scale depend on all x.
 
     Backward takes that into account, so mean and scale themselves get no gradient. x: (n, C, ...).
-    weight, bias: (C,) or None. mean, scale: (C,), count: values of a channel, the same on all
-    ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a gradient.
+    weight, bias: (C,), or both None. mean, scale = 1/σ: (C,), and count, the values of a channel,
+    are the same on all ranks. Cost: in backward one all-reduce of 2C numbers, if x requires a
+    gradient: on all ranks or on none.
     """
 
     @staticmethod

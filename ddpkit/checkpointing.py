@@ -52,7 +52,8 @@ class Checkpoint(torch.autograd.Function):
 def checkpoint(fn: Callable, *args: Tensor) -> Tensor:
     """Return `fn(*args)`, keeping only the args for backward, which calls it again.
 
-    fn: returns a tensor. Its parameters get gradients, as do the args that require them.
+    fn: returns a tensor. Its parameters get gradients, in `.grad` even by `torch.autograd.grad`, as
+    do the args that require them. The result requires one even if neither args nor parameters do.
 
     Cost: the bytes of `args` and of the random numbers' state (5056 on a CPU, 16 more with a GPU);
     in backward one more forward. It can't be differentiated twice.
@@ -61,7 +62,7 @@ def checkpoint(fn: Callable, *args: Tensor) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor) -> Tensor:
-    """Return `fn(*args)`, by a checkpoint function where a backward may follow."""
+    """Return `fn(*args)`, by `function`, a checkpoint; directly if gradients are disabled."""
     if not torch.is_grad_enabled():  # no backward will follow, or an outer checkpoint calls again
         return fn(*args)
     # Autograd calls backward only if an input requires a gradient; fn's parameters aren't inputs.
@@ -70,7 +71,7 @@ def _apply(function: type[torch.autograd.Function], fn: Callable, *args: Tensor)
 
 
 def random_state() -> Tensor:
-    """Return the state of the CPU's generator, followed by the current GPU's: 1-D, uint8."""
+    """Return the CPU generator's state and, if CUDA is in use, the current GPU's: 1-D, uint8."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -98,7 +99,7 @@ def random_numbers_from(state: Tensor) -> Iterator[None]:
 
 
 def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
-    """Return a context with autocast's present settings, for the inputs' kind of device."""
+    """Return a context with autocast's present settings, for CUDA if an input is there, or CPU."""
     kind = "cuda" if any(x.is_cuda for x in inputs) else "cpu"
     return torch.autocast(
         kind,
@@ -108,28 +109,30 @@ def autocast_as_now(inputs: Sequence[Tensor]) -> torch.autocast:
     )
 
 
-# Selective: products with weights are kept as well; not attention's, a number per pair of tokens
+# Selective: products of two matrices are kept as well; not attention's, which are batched
 
 
 def selective_checkpoint(fn: Callable, *args: Tensor) -> Tensor:
     """Return `fn(*args)`, keeping args and results of linear layers; compute the rest again.
 
+    Every product of two 2-D tensors is kept, attention's as well if it has neither batch nor heads.
     ValueError: fn changes such a result in place.
-    Cost: the bytes of `args` and of these results; in backward, everything else once more. In a
+    Cost: as `checkpoint`, and the bytes of these results; in backward, all else once more. In a
     transformer's block that is attention, norms, GELU and dropout: little computing, much memory.
     """
     return _apply(SelectiveCheckpoint, fn, *args)
 
 
 def is_product(operation) -> bool:
-    """Return True for a linear layer's own operation: a matrix times a weight."""
+    """Return True for a product of two matrices, by which PyTorch computes a linear layer."""
     return operation in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 class Products(TorchDispatchMode):
-    """A mode that keeps the results of products while inside; given `kept`, it replays those.
+    """A mode that keeps the results of matrix products in `kept`, or hands out those it was given.
 
-    kept: such results, in order. Autograd, which works above this mode, records products as ever.
+    kept: results of an earlier run, in order, one for each product: none is computed again.
+    Autograd, which works above this mode, records products as ever.
     """
 
     def __init__(self, kept=None):
@@ -164,7 +167,7 @@ class SelectiveCheckpoint(Checkpoint):
 
 
 def _replay(fn: Callable, inputs: int, *tensors: Tensor) -> Tensor:
-    """Return fn of the first tensors, as many as `inputs`; the others are its products' results."""
+    """Call fn on the first `inputs` of the tensors; its products return those that follow."""
     with Products(tensors[inputs:]):
         return fn(*tensors[:inputs])
 
@@ -186,7 +189,10 @@ def checkpoint_sequential(functions: nn.Sequential, segments: int, x: Tensor) ->
 
 
 def cut(functions: int, segments: int) -> list[slice]:
-    """Cut `functions` into `segments` slices whose lengths differ by one at most."""
+    """Cut `functions` into `segments` slices whose lengths differ by one at most.
+
+    ValueError: fewer segments than 1, or more than functions.
+    """
     if not 1 <= segments <= functions:
         got = f"{segments} segments of {functions} functions"
         raise ValueError(f"expected at least 1 segment, and 1 function in each, got {got}")
@@ -195,10 +201,10 @@ def cut(functions: int, segments: int) -> list[slice]:
 
 
 def sequential_bytes(functions: int, segments: int, input_bytes: int, function_bytes: int) -> int:
-    """Predict the bytes that `checkpoint_sequential` keeps after forward, about its peak as well.
+    """Predict the bytes that `checkpoint_sequential` keeps after forward: about a step's peak.
 
     input_bytes: of what goes from one function to the next. function_bytes: what a function alone
-    keeps, its input included. Left out: 5056 bytes a segment, of the random numbers' state.
+    keeps, its input included. Left out: 5056 bytes a checkpoint, of the random numbers' state.
     """
     last = cut(functions, segments)[-1]
     in_last = last.stop - last.start

@@ -2,8 +2,8 @@
 
 Names, arguments and results are torch's: `src` and `dst` are ranks of the world, even where `group`
 is only a part of it; a list has an entry for each rank of the group, in its order, and entries may
-differ in size. Tensors are contiguous. Every call is complete when it returns: there is no
-`async_op`.
+differ in size. Tensors are contiguous. Every call is complete when it returns (on GPUs for the
+current stream, as torch's): there is no `async_op`.
 ValueError: this rank isn't in the group, a list is too short or long, or `op` isn't in COMBINE.
 
 W is the number of ranks of the group, Φ the bytes of the tensor, or of all parts in the list.
@@ -56,7 +56,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group = None) -> None:
 
 @torch.no_grad()
 def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """Combine the `tensor` of all ranks in that of rank `dst`, always in the same order."""
+    """Combine the `tensor` of all ranks in that of `dst`: its own, then in the group's order."""
     ranks, combine = members(group), combined_by(op)
     if dist.get_rank() == dst:
         part = torch.empty_like(tensor)
@@ -70,7 +70,7 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) ->
 
 @torch.no_grad()
 def tree_reduce(tensor: Tensor, dst: int, op: ReduceOp = SUM, group: Group = None) -> None:
-    """Combine the `tensor` of all ranks in that of rank `dst`, as in a tree.
+    """Combine the `tensor` of all ranks in that of rank `dst`, as in a tree; others don't change.
 
     In each hop, half of the ranks that still hold a part send it on.
     """

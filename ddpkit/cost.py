@@ -36,8 +36,8 @@ class Volume(NamedTuple):
     """A count of what one collective call does in sequence: messages, and bytes.
 
     hops: the number of messages of which each can begin only when the one before it is done.
-    in_turn: the bytes of these messages. Each hop counts with the most bytes that any rank sends or
-        receives in it, and the hops are summed.
+    in_turn: the bytes of all hops together, a hop counting as the most bytes that any one rank
+        sends or receives in it.
     """
 
     hops: int
@@ -88,8 +88,8 @@ def volume(algorithm: str, nbytes: float, world_size: int) -> Volume:
         all_to_all. The barrier ignores it.
     world_size: the number of ranks in the call.
 
-    ValueError: there is no such algorithm in a world of that size, fewer than 0 bytes, or fewer
-        than 1 rank.
+    ValueError: there is no such algorithm in a world of that size, bytes that aren't a finite
+        number >= 0, or fewer than 1 rank.
     """
     check_counts(world_size=world_size)
     table = _table(world_size)
@@ -167,7 +167,7 @@ def crossover(first: str, second: str, world_size: int, model: CostModel) -> flo
     tensors, even if it is for small ones.
 
     first, second: algorithms, of `ALGORITHMS`.
-    ValueError: there is no such algorithm in a world of that size.
+    ValueError: an algorithm or world that `volume` rejects.
     """
     start_1, per_byte_1 = _line(first, world_size, model)
     start_2, per_byte_2 = _line(second, world_size, model)
@@ -193,7 +193,8 @@ def alpha_beta(points: Sequence[tuple[float, float, float]]) -> tuple[float, flo
     means that the squares of the relative errors have the least sum: relative, so that 4 kB count
     as much as 100 MB, and a measurement that was much too long by chance counts little.
 
-    points: (hops, bytes in turn, seconds) of each measured call.
+    points: (hops, bytes in turn, seconds) of each measured call. Calls of one size can't tell α and
+        β apart: the result is arbitrary, or torch raises LinAlgError. `fit` checks this.
     """
     hops, nbytes, seconds = torch.tensor(points, dtype=torch.float64).T
     rows = torch.stack([hops, nbytes]) / seconds  # (α, β) @ rows should be 1 everywhere
@@ -285,7 +286,7 @@ def one_wire(ready_s: Sequence[float], travel_s: Sequence[float]) -> list[tuple[
     A message starts when it is ready and the one before it has ended. Notebook 04.
 
     ready_s: seconds at which each bucket is full, in the order in which the buckets are sent.
-    travel_s: seconds that each bucket's message takes.
+    travel_s: seconds that each bucket's message takes. ValueError: it isn't as long as `ready_s`.
     """
     spans, free = [], 0.0
     for ready, seconds in zip(ready_s, travel_s, strict=True):
@@ -309,8 +310,8 @@ def timeline(
     ready_s: for each gradient, the seconds after backward began at which it is computed. If all are
         sent after backward, give the end of backward for each.
     sizes: the bytes of each gradient.
-    ValueError: a gradient is missing or there twice, the times or sizes are too many or too few, or
-        `world_size` is less than 1.
+    ValueError: a gradient is missing or there twice, or there is none; the times or sizes are too
+        many or too few; or `world_size` is less than 1.
     """
     numbers = sorted(number for bucket in plan for number in bucket)
     if not numbers or numbers != list(range(len(ready_s))) or len(sizes) != len(ready_s):
@@ -329,7 +330,8 @@ def best_cap(nbytes: float, backward_s: float, model: CostModel, world_size: int
     """Compute the bucket cap, in bytes, that leaves the least communication exposed after backward.
 
     It is a first guess before caps are measured. It assumes many small gradients that become ready
-    evenly over backward. Notebook 04.
+    evenly over backward. More than `nbytes` means one bucket. 0.0, which `BucketedDDP` rejects,
+    means that messages cost no latency, or that there is one rank. Notebook 04.
 
     nbytes: the bytes of all gradients together.
     backward_s: the seconds that backward takes.
@@ -366,10 +368,10 @@ def sending_over_computing(
     "pipeline", "ring" and "experts". Under 1, sending can hide behind the computing that goes on
     meanwhile; but there is nothing to hide behind for tensor parallelism's forward, a pipeline's
     boundary and experts' rows. A layer has 12·width² weights, each of which computes 2 FLOPs a
-    token in forward and 4 in backward. Latency is left out. Notebooks 12 and 13.
+    token in forward and 4 in backward. Numbers have 16 bits. Latency is left out. Notebooks 12, 13.
 
-    flops_per_s: what a rank computes.
-    bytes_per_s: what a rank sends, while it receives as much.
+    flops_per_s: FLOPs that a rank computes in a second.
+    bytes_per_s: bytes that a rank sends in a second, while it receives as many.
     tokens: the tokens of a rank's batch; for the ring, of the part of one sequence that a rank has.
     width: the elements of a token's vector between layers.
     world_size: the number of ranks along the one axis of parallelism.
@@ -382,7 +384,7 @@ def sending_over_computing(
     return {
         # Backward: 4 FLOPs a weight and token; an all-reduce of its gradient, 4 bytes.
         "data parallel": others * ratio / tokens,
-        # The same bytes: a reduce-scatter in backward, an all-gather in the next forward.
+        # Forward: 2 FLOPs, 2 bytes gathered. In backward 2 bytes beside 4 FLOPs: half of this.
         "ZeRO-1": others * ratio / tokens,
         # Forward: 2 FLOPs, 2 bytes gathered. Backward: 4 FLOPs, 2 gathered and 2 reduced.
         "FSDP": others * ratio / tokens,

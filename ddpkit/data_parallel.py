@@ -9,7 +9,7 @@ The mean over ranks is the gradient of one process with the whole batch if that 
 mean over it and all shares are equal; `join` is for shares that aren't. Several micro-batches make
 one step if all but the last run `backward` inside `no_sync()`. Freeze parameters before wrapping.
 
-Li et al. 2020; PyTorch's DistributedDataParallel began like this. Notebook 03.
+Li et al. 2020, section 3.2: the naive form of PyTorch's DistributedDataParallel. Notebook 03.
 """
 
 import contextlib
@@ -39,9 +39,10 @@ class SendsGradients:
 
 
 class DataParallel(SendsGradients, nn.Module):
-    """The base of all four wrappers: equal replicas at the start, `no_sync`, `synchronize`.
+    """The base of NaiveDDP and the wrappers of `ddp` and `fast.buckets`: replicas that start equal.
 
-    module: alike on every rank of `group` (None: all); its values become those of the first rank.
+    module: trained by all ranks of `group` (None: by all). `broadcast_module` overwrites its values
+    with those of the group's first rank; ValueError: see there.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
@@ -75,7 +76,8 @@ def check_gradients(trained: dict[str, nn.Parameter]) -> None:
 def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> None:
     """Overwrite all parameters, frozen or not, and buffers with those of the group's first rank.
 
-    ValueError: this rank isn't in `group`; on every rank: modules differ in more than numbers.
+    ValueError: this rank isn't in `group`; on every rank: a name, shape or dtype differs between
+    ranks, or what is frozen. Cost: a broadcast for each parameter and buffer.
     Equal gradients keep replicas equal only if they start equal. Notebook 03.
     """
     check_in_group("broadcast_module", group)
@@ -89,8 +91,8 @@ def broadcast_module(module: nn.Module, group: ProcessGroup | None = None) -> No
 def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
     """Make every gradient in `module` the mean over the ranks, in place.
 
-    A trained parameter without a gradient counts as zeros: all ranks must make the same calls.
-    Cost: an all-reduce for each parameter. Notebook 03.
+    A trained parameter without a gradient gets zeros first: all ranks must make the same calls.
+    Cost: an all-reduce for each trained parameter. Notebook 03.
     """
     for parameter in module.parameters():  # a weight under two names comes once
         if parameter.requires_grad:
@@ -110,7 +112,7 @@ class NaiveDDP(DataParallel):
 
 
 def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None) -> Iterator[tuple]:
-    """Yield this rank's batches, then empty ones until no rank has any left, with loss weights.
+    """Yield this rank's batches, then empty ones while another rank has rows, with loss weights.
 
         for inputs, targets, weight in join(batches):
             (weight * mean_loss(model(inputs), targets)).backward()
@@ -118,16 +120,17 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
 
     Ranks may have different numbers of batches, and of rows in them: all make the same number of
     steps, so none waits for a rank that has finished. batches: tuples of tensors, rows along the
-    first axis. The loss of 0 rows must be 0, as `models.mean_loss` is; a mean of none is NaN.
+    first axis. The loss of 0 rows must be 0, as `models.mean_loss` is; a mean of none is NaN. If
+    the batches of all ranks have 0 rows in one step, it ends there, whatever follows.
 
-    weight: W times this rank's part of all ranks' rows. With it the mean over ranks is the mean
-    over these rows, as in one process that has them all.
-    ValueError: a rank has no batch at all, so it can't know the shape of an empty one.
+    weight: W times this rank's share of all ranks' rows, from 0 to W. With it the mean over ranks
+    is the mean over these rows, as in one process that has them all.
+    ValueError: this rank has no batch at all, so it can't know the shape of an empty one.
 
     Cost of a step: an all-reduce of one number. PyTorch's `Join` sends zeros for ranks without
     data, and doesn't run the model there. Notebook 03.
     """
-    # One batch ahead: the last one, emptied, is what goes on when there are no more.
+    # When there are no more batches, the last one, emptied, takes their place.
     left = iter(batches)
     batch = next(left, None)
     if batch is None:
@@ -143,4 +146,4 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
         if all_rows == 0:
             return
         yield *batch, dist.get_world_size(group) * rows / all_rows.item()
-        batch = next(left, tuple(part[:0] for part in batch))  # then the last one, emptied
+        batch = next(left, tuple(part[:0] for part in batch))  # no rows, the same shape

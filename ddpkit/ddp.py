@@ -7,7 +7,7 @@
 
     class          messages in a step       when they are sent
     NaiveDDP       one a parameter          after backward
-    FlatDDP        one                      after backward; gradients are copied there and back
+    FlatDDP        one a dtype              after backward; gradients are copied there and back
     OverlapDDP     one a parameter          in backward, as each gradient is ready
     BucketedDDP    one a bucket             in backward, as each bucket is full
 
@@ -60,8 +60,8 @@ class OverlapDDP(DataParallel):
     """Average each gradient as soon as backward has it, while the others are still computed.
 
     Ranks must go through the module alike: the n-th all-reduce adds up the n-th gradient of each.
-    RuntimeError: a second backward without `synchronize` or `no_sync` in between.
-    Cost: an all-reduce for each parameter; only the last ones are exposed. Notebook 04.
+    RuntimeError: a backward after one outside `no_sync`, without `synchronize` in between.
+    Cost: an all-reduce for each parameter; no computing hides the last ones. Notebook 04.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None):
@@ -111,8 +111,8 @@ def plan_buckets(sizes: Sequence[tuple[int, torch.dtype]], cap_bytes: float) -> 
 class Bucket:
     """Gradients that are sent together: `flat`, a 1-D tensor, and `views`, each parameter's part.
 
-    arrived: the parameters whose gradients have been taken in this step. All have one dtype.
-    Megatron's contiguous grad buffer. Notebook 04.
+    parameters: of one dtype. arrived: those whose gradients are in `flat`, ready to be sent; none
+    inside `no_sync`. Megatron's contiguous grad buffer. Notebook 04.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
@@ -124,7 +124,7 @@ class Bucket:
         self.arrived: set[nn.Parameter] = set()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Make parameter.grad, which backward has completed, the parameter's view of `flat`."""
+        """Copy parameter.grad into the parameter's view of `flat`, and let `.grad` be that view."""
         view = self.views[parameter]
         if parameter.grad is not view:  # zero_grad() dropped it, so backward made a new tensor
             view.copy_(parameter.grad)
@@ -141,11 +141,12 @@ class BucketedDDP(DataParallel):
     bucket_cap_mb: MiB that make a bucket full, as in PyTorch. From the first backward on, every
     `.grad` is a view of its bucket. All ranks send buckets in the order of the plan, whichever is
     full first: the n-th all-reduce of one rank is added to the n-th of the others.
-    ValueError: bucket_cap_mb isn't positive. RuntimeError: a second backward without `synchronize`
-    or `no_sync` in between.
+    ValueError: bucket_cap_mb isn't positive. RuntimeError: a backward after one outside `no_sync`,
+    without `synchronize` in between.
 
-    Cost: an all-reduce for each bucket; each gradient is copied once, unless zero_grad left zeros
-    in its view. `ddpkit.fast.buckets` learns the order of gradients. Notebook 04.
+    Cost: an all-reduce for each bucket; the buckets stay in memory, as large as all gradients; each
+    gradient is copied once, unless zero_grad left zeros in its view. `ddpkit.fast.buckets` learns
+    the order of gradients. Notebook 04.
     """
 
     def __init__(

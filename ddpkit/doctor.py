@@ -1,7 +1,7 @@
 """Examine what this machine can run, and how to mend the rest: `python -m ddpkit.doctor`.
 
-It works without Jupyter, and starts CUDA only in a process of its own, so that the caller's stays
-without it. It prints no paths, since notebook 00 stores its output.
+It works without Jupyter, and starts CUDA only in other processes, so that the caller's stays
+without it. Findings name no folder of the user's, since notebook 00 stores them; errors may.
 """
 
 import importlib.metadata
@@ -59,11 +59,11 @@ REMEDIES = {
 class Finding:
     """A finding about one part of this machine, such as "torch" or "memory".
 
-    name: the part, a key of `REMEDIES` or "torchrun" or "GPUs".
+    name: the part, a key of `REMEDIES`, or "torchrun".
     value: what was found, for people.
     level: OK (there is nothing to do), NOTE (the course runs, but something in it doesn't, or not
         as shown) or PROBLEM (the course can't run).
-    remedy: what to do about it, "" if there is nothing to do.
+    remedy: what to do about it; "" if there is nothing to do, or nothing that can be done.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Report(list[Finding]):
 
 
 def wrap(head: str, text: str) -> list[str]:
-    """Return `text` as lines of at most 72 columns: the first after `head`, the others indented."""
+    """Return `text` as lines of at most 72 columns, the first after `head`; none if it is empty."""
     return textwrap.wrap(text, 72, initial_indent=head, subsequent_indent=" " * len(head))
 
 
@@ -111,7 +111,7 @@ def judge(name: str, value: str, fine: bool = True) -> Finding:
 def report() -> Report:
     """Examine this machine and return the findings, as a list that prints as a table.
 
-    It takes a few seconds, most of them for starting two real ranks.
+    It takes a few seconds, most of them for starting two real ranks; with a broken GPU, minutes.
     """
     return Report(examine())
 
@@ -164,7 +164,8 @@ def examine() -> Iterator[Finding]:
 def judge_gpus(gpus: list[str] | str) -> Finding:
     """Return the finding about GPUs.
 
-    gpus: a line for each GPU, or the text of the error with which trying them failed.
+    gpus: a line for each GPU, none if there are none (a NOTE), or the text of the error with which
+        trying them failed, as `look_at_gpus` returns it.
     """
     if isinstance(gpus, str):
         return judge("GPUs", f"there, but not working: {gpus}", fine=False)
@@ -176,7 +177,7 @@ def judge_gpus(gpus: list[str] | str) -> Finding:
 
 
 def loopback(address: str = "127.0.0.1") -> Finding:
-    """Return the finding whether a process can connect to a socket at `address`."""
+    """Return the finding whether this process can connect to a socket of its own at `address`."""
     try:
         with socket.create_server((address, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -188,8 +189,8 @@ def loopback(address: str = "127.0.0.1") -> Finding:
 def two_ranks() -> Finding:
     """Run one all-reduce between two processes; return the finding whether it gave the sum.
 
-    The processes are started as every notebook starts them. Any exception becomes the finding's
-    value.
+    The processes are started as every notebook starts them. If that raises, the finding's value is
+    the exception's name and its first line.
     """
     try:
         run = launch(sum_of_ranks, world_size=2, timeout=120)
@@ -203,7 +204,7 @@ def two_ranks() -> Finding:
 
 
 def sum_of_ranks() -> float:
-    """Return the sum of rank + 1 over all ranks; `two_ranks` runs it in each rank."""
+    """Return the sum of rank + 1 over all ranks, by an all-reduce; `two_ranks` runs it in each."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(x)

@@ -1,10 +1,10 @@
 """All-reduce in few hops: partners at distances 1, 2, 4, ... swap what they have.
 
-MPI does this for `MPI_Allreduce`: the first function for short messages, the second for long ones.
+MPICH's `MPI_Allreduce` takes the first function for short messages, the second for long ones.
 W is the number of ranks of the group, n the bytes of the buffer. A hop is a round of messages.
 
     function                      sent by each rank  hops, one after the other
-    doubling_all_reduce           log₂ W n           log₂ W; if W is no power of two, ⌊log₂ W⌋ + 2
+    doubling_all_reduce           log₂ W n           log₂ W; if W is no power of two, more of both
     halving_doubling_all_reduce   2(W-1)/W n         2 log₂ W; W is a power of two
 
 Both sum, in place, on a contiguous tensor of any shape and any dtype that torch can add. All ranks
@@ -29,7 +29,7 @@ def doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     beyond the largest power of two hands its numbers to a partner first, and gets the total from it
     last.
 
-    x: contiguous; the same bits everywhere afterwards.
+    x: contiguous (ValueError if it isn't); the same bits everywhere afterwards.
 
     Cost per rank: log₂ W times `x` sent in log₂ W hops: few hops, so it wins when messages are
     small. If W is no power of two, ⌊log₂ W⌋ + 2 hops, and the busiest ranks send `x` ⌊log₂ W⌋ + 1
@@ -70,7 +70,7 @@ def halving_doubling_all_reduce(x: Tensor, group: Group = None) -> Tensor:
     Halving is a reduce-scatter: in each hop two partners divide the part that both were summing so
     far, and each sends the half that the other keeps. Doubling is an all-gather, the same way back.
 
-    x: contiguous; the same bits everywhere afterwards. ValueError: W is no power of two.
+    x: contiguous; the same bits everywhere afterwards. ValueError: it isn't, or W is no power of 2.
 
     Cost per rank: 2(W-1)/W of `x` sent in 2 log₂ W hops: the bytes of a ring in fewer hops.
     Thakur, Rabenseifner and Gropp 2005, section 4 (Rabenseifner's algorithm). Notebook 02.

@@ -1,4 +1,4 @@
-"""The command `python -m ddpkit.explain PATH`: `ddpkit.inspect.explain` runs it."""
+"""The command `python -m ddpkit.explain PATH`, by `ddpkit.inspect.explain`: why did a run fail?"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Attention that never has its N × N matrix: a tile of keys at a time, computed again for backward.
+"""Attention without its N × N matrix: one tile of keys at a time, computed again in backward.
 
 Queries q, keys k and values v are (..., N, D). A query's output is a mean of the values, weighted
 by the softmax of its scores: s = q·kᵀ/√D, p = softmax(s), o = p·v. Of the N² scores there exist:
@@ -29,7 +29,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Return softmax(q·kᵀ/√D)·v as in textbooks, with all scores at once, in q's dtype.
 
     q: (..., Nq, D). k, v: (..., Nk, D). The rest is as in `flash_attention`.
-    Cost: 4 Nq Nk D operations a head; memory for Nq Nk numbers three times, once for backward.
+    Cost: 4 Nq Nk D operations a head; memory for Nq Nk numbers a head twice, of which p is kept for
+    backward. Causal, a mask of Nq Nk numbers for all heads comes on top.
     """
     check_shapes(q, k, v)
     scale = q.shape[-1] ** -0.5
@@ -41,15 +42,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute attention a tile of keys at a time: exactly, with memory that grows with N, not N².
+    """Compute `attention`, but for rounding, with memory that grows with N, not with N².
 
     q: (..., Nq, D). k, v: (..., Nk, D), of the same dtype and the same leading axes, any or none.
     causal: query i sees the keys up to i, counted from the first of each, as in PyTorch.
     Returns (..., Nq, D), of q's dtype; 16-bit inputs are computed in fp32.
     ValueError: shapes or dtypes that don't fit.
 
-    Cost: 4 Nq Nk D operations a head, 10 backward (hidden scores are computed as well). Kept for
-    backward: q, k, v, the result, and one number for each of its rows.
+    Cost: 4 Nq Nk D operations a head, 10 Nq Nk D backward (hidden scores are computed as well).
+    Kept for backward: q, k, v, the result, and one number for each of its rows.
     """
     return FlashAttention.apply(q, k, v, causal)
 
@@ -85,8 +86,9 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o, (..., Nq, D), and lse, (..., Nq), the log of each row's Σ e^s.
 
-    N × tile scores exist at a time: the loop over the keys of Dao et al. 2022, algorithm 1, for all
-    queries at once.
+    q, k, v: as `flash_attention` takes them; computed in their own dtype. tile: keys at a time.
+    Nq × tile scores exist at a time: the loop over the keys of Dao et al. 2022, algorithm 1, for
+    all queries at once.
     """
     m = torch.full_like(q[..., :1], -math.inf)  # a column: one number a query
     # The state of each row after the tiles so far: all that a tile needs of those before it.
@@ -120,8 +122,9 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: p is computed again from q, k and lse, a tile of keys at a time.
 
-    Softmax's derivative, ds = p ∘ (dp − delta), needs each row's Σ p ∘ dp. It equals Σ do ∘ o,
-    which needs no tile. Dao et al. 2022, algorithm 4.
+    do: o's gradient. o, lse: of `flash_forward`. Softmax's derivative, ds = p ∘ (dp − delta), needs
+    each row's delta = Σ p ∘ dp. It equals Σ do ∘ o, which needs no tile. Dao et al. 2022,
+    algorithm 4.
     """
     scale = q.shape[-1] ** -0.5
     delta = (do * o).sum(-1, keepdim=True)
@@ -142,7 +145,7 @@ def flash_backward(
 
 
 def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
-    """Return q·kᵀ/√D for a tile of keys, from key number `first` on; -inf where hidden."""
+    """Return q·kᵀ/√D for a tile, whose first key is number `first`; causal, -inf where hidden."""
     scale = q.shape[-1] ** -0.5
     s = q @ keys.mT * scale
     if causal:
@@ -152,12 +155,12 @@ def tile_scores(q: Tensor, keys: Tensor, first: int, causal: bool) -> Tensor:
 
 
 def in_fp32(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in fp32 at least: what is narrower is converted."""
+    """Return the tensors in fp32 at least: narrower ones are converted, float64 stays."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q is (..., Nq, D), k and v (..., Nk, D), of one floating dtype."""
+    """Raise ValueError unless q is (..., Nq, D), k and v (..., Nk > 0, D), of one float dtype."""
     got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     axes = min(q.ndim, k.ndim) >= 2
     ends = k.shape == v.shape and q.shape[-1:] == k.shape[-1:]

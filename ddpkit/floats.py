@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write numbers in bits. dtype: torch's, None if it has none."""
+    """A floating-point format: sign, `exponent_bits`, `fraction_bits`. dtype: torch's, or None."""
 
     name: str
     exponent_bits: int
@@ -58,7 +58,7 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """Return the spacing of numbers from 1 on."""
+        """Return the distance from 1 to the next number."""
         return math.ldexp(1.0, -self.fraction_bits)
 
     @property
@@ -94,7 +94,7 @@ def fields(pattern: int, format: Format) -> tuple[int, int, int]:
 
 
 def field_of(place: int, format: Format) -> str:
-    """Name the field of the bit at a position, counted from the highest: 'sign', 'exponent', …"""
+    """Name the field of the bit at `place`, 0 for the highest: 'sign', 'exponent', 'fraction'."""
     if place == 0:
         return "sign"
     return "exponent" if place <= format.exponent_bits else "fraction"
@@ -123,7 +123,7 @@ def encode(value: float, format: Format) -> int:
     """Return the pattern of the number nearest to a value; of two equally near, the even one.
 
     Values that are too large become infinity, in e4m3 the largest number, as in torch 2.13 (older
-    versions made NaN of them on CPUs: pull request 178817).
+    versions made NaN of them on CPUs: pull request 178817). NaN becomes one of the format's NaNs.
     """
     if math.isnan(value):
         return 2 ** (format.bits - 1) - 1  # one of many NaNs: torch's differ between devices
@@ -137,7 +137,10 @@ def encode(value: float, format: Format) -> int:
 
 
 def nearest(value, format):
-    """Round a float to the format's nearest number; of two equally near, to the even one."""
+    """Round a float to the format's nearest number; of two equally near, to the even one.
+
+    Too large values become infinity, even in e4m3. OverflowError: infinite value; ValueError: NaN.
+    """
     exponent = math.frexp(value)[1] - 1  # |value| is this power of two times 1 to 2
     exponent = max(exponent, 1 - format.bias)
     spacing = 2.0 ** (exponent - format.fraction_bits)
@@ -150,8 +153,8 @@ def nearest(value, format):
 class Number:
     """A pattern of a format, with its properties. ValueError: the format has no such pattern.
 
-    kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number, `ulp`; None for
-    infinity and NaN. below, above: the neighbouring numbers; None where there is none.
+    kind: normal, subnormal, zero, infinity or NaN. spacing: to the next number away from 0, `ulp`;
+    None for infinity and NaN. below, above: the neighbouring numbers; None where there is none.
     """
 
     def __init__(self, pattern: int, format: Format):
@@ -175,7 +178,7 @@ class Number:
 
     @property
     def formula(self) -> str:
-        """Return the value as '2^0 × 1.5'; for zero, infinity and NaN, the name."""
+        """Return the value as '2^0 × 1.5'; for zero, infinity and NaN, the name without a sign."""
         if self.kind not in ("normal", "subnormal"):
             return self.kind
         leading = 1 if self.kind == "normal" else 0
@@ -194,7 +197,7 @@ class Number:
 def _next(pattern: int, format: Format, step: int) -> float | None:
     """Return the neighbour above (step 1) or below (-1), None if there is none.
 
-    Patterns are ordered as magnitudes are.
+    Without the sign, the next larger pattern is the next larger number.
     """
     half = 2 ** (format.bits - 1)
     sign, magnitude = divmod(pattern, half)
@@ -210,11 +213,11 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 def round_stochastically(x: Tensor) -> Tensor:
     """Round every element to one of the two bf16 numbers around it, the nearer the likelier.
 
-    x: float32, any shape and device; it isn't changed. ValueError: another dtype.
+    x: float32, any shape and device, finite; it isn't changed. ValueError: another dtype.
 
-    bf16 is the upper half of fp32: the lower half, as a part of 2^16, is the chance to be carried
-    over. Its mean is the element itself, so bf16 weights learn from updates below half their
-    spacing. Gupta et al. 2015. Notebook 05.
+    bf16 is the upper half of fp32's bits. The lower half, divided by 2^16, is the chance that the
+    upper half grows by one. So the mean of many roundings is the element itself, and bf16 weights
+    learn from updates below half their spacing. Gupta et al. 2015. Notebook 05.
     """
     if x.dtype != torch.float32:
         raise ValueError(f"expected float32 to round to bf16, got {x.dtype}: say x.float()")
@@ -226,7 +229,7 @@ def round_stochastically(x: Tensor) -> Tensor:
 def quantise(x, block):
     """Return (numbers, scales): `x` as int8, a row for each `block` numbers, and each row's scale.
 
-    numbers * scales is about x. x: float32; block divides its number of elements.
+    numbers * scales is about x, in rows. x: float32; block divides its number of elements.
     """
     blocks = x.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True) / 127

@@ -1,6 +1,6 @@
 """Training in 16 bits: half the bytes for weights, gradients and activations.
 
-Gradients below 6e-8 are zero in fp16: `LossScaler` makes them larger, through the loss. Updates
+Gradients below 3e-8 are zero in fp16: `LossScaler` makes them larger, through the loss. Updates
 below 2⁻¹² of a weight (bf16: 2⁻⁹) are rounded away: `master_step` adds them up in fp32. Together:
 
     optimizer = MixedPrecisionOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 def master_step(weights, masters, optimizer, scale):
     """Update fp32 `masters` from the gradients of 16-bit `weights`, and round them into `weights`.
 
-    optimizer: made with the masters. scale: the factor that the loss was multiplied by.
+    optimizer: made with the masters. scale: the loss was multiplied by it. Overflow isn't noticed.
     """
     for weight, master in zip(weights, masters, strict=True):
         # To fp32 first: divided in fp16, small gradients would be zero after all.
@@ -39,9 +39,9 @@ def master_step(weights, masters, optimizer, scale):
 class LossScaler:
     """A factor for the loss: small gradients survive in fp16, and are divided by it in fp32.
 
-    As torch.amp.GradScaler, for one optimizer with fp32 parameters. dynamic: an overflow halves the
-    scale, and `growth_interval` steps in a row without one double it; if False, the scale stays.
-    group: the ranks that step together, or skip together (None: all, if there are any).
+    As torch.amp.GradScaler, for one optimizer whose parameters aren't fp16. dynamic: an overflow
+    halves the scale, and `growth_interval` steps in a row without one double it; if False, the
+    scale stays. group: the ranks that step or skip together (None: all, if there are any).
     """
 
     def __init__(self, init_scale=2.0**16, growth_interval=2000, dynamic=True, group=None):
@@ -61,10 +61,10 @@ class LossScaler:
         return loss * self.factor
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients in place, and agree with all ranks whether one overflowed.
+        """Divide the gradients in place, and agree with the group's ranks whether one overflowed.
 
-        RuntimeError: called twice. ValueError: they are fp16. Cost: one float is all-reduced, and
-        one wait for the GPU.
+        RuntimeError: called twice before `update`. ValueError: they are fp16. Cost: one float is
+        all-reduced, and one wait for the GPU.
         """
         if self.overflow is not None:
             raise RuntimeError("unscale_ was called twice: call update() after each step()")
@@ -91,7 +91,7 @@ class LossScaler:
             optimizer.step()
 
     def update(self) -> None:
-        """Choose the scale of the next step. RuntimeError: called before step()."""
+        """Choose the scale of the next step. RuntimeError: called before unscale_() or step()."""
         if self.overflow is None:
             raise RuntimeError("update was called before step: no gradient has been looked at yet")
         self.good_steps = 0 if self.overflow else self.good_steps + 1
@@ -106,8 +106,8 @@ class MixedPrecisionOptimizer(Optimizer):
     """An optimizer of 16-bit weights: `optimizer_cls` updates fp32 master copies of them.
 
     params: all of the model's, as for any optimizer. They become `dtype` in place; frozen ones get
-    no master copy. scaler: of the loss (None: a dynamic one for fp16; other dtypes get a constant
-    scale of 1, which still skips steps that aren't finite). kwargs: for optimizer_cls.
+    no master copy; buffers aren't cast. scaler: of the loss (None: dynamic for fp16; for others a
+    constant scale of 1, which still skips steps that aren't finite). kwargs: for optimizer_cls.
 
     Ranks must start equal: call `broadcast_module` before this, and wrap the module after.
     """
@@ -127,7 +127,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let this optimizer and the inner one share groups, state and defaults."""
+        """Share the inner optimizer's groups, so that a scheduler of this one changes its rates."""
         inner = self.optimizer  # one list of groups for both: a scheduler changes it through ours
         self.param_groups = inner.param_groups
         self.state = inner.state
@@ -163,21 +163,21 @@ class MixedPrecisionOptimizer(Optimizer):
         return rounded
 
     def unscale_(self) -> None:
-        """Give each master copy its gradient, in fp32 and divided by the scale."""
+        """Give each master copy its gradient, in fp32 and divided by the scale; once in a step."""
         for weight, master in self.masters.items():
             if weight.grad is not None:
                 master.grad = weight.grad.to(torch.float32, copy=True)
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Shrink the unscaled gradients to a norm of at most `max_norm`; return the norm before."""
+        """Shrink this rank's unscaled gradients to a norm of `max_norm` at most; return the old."""
         if self.scaler.overflow is None:
             self.unscale_()
         return clip_grad_norm_(self.masters.values(), max_norm)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the master copies and round them into the weights, unless a rank overflowed."""
+        """Update the masters unless a rank overflowed; round them into the weights; adapt scale."""
         if self.scaler.overflow is None:
             self.unscale_()
         self.scaler.step(self.optimizer)
@@ -195,9 +195,9 @@ class MixedPrecisionOptimizer(Optimizer):
         self.lost.clear()
 
     def state_dict(self) -> dict:
-        """Return all that training resumes from to the bit, weights included; call after step().
+        """Return all that training resumes from to the bit; call after step(). Nothing is copied.
 
-        Tensors aren't copied.
+        Weights are there as master copies; save frozen ones, and buffers, with the model.
         """
         scaler = self.scaler.factor, self.scaler.good_steps
         masters = list(self.masters.values())
@@ -205,7 +205,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Load what `state_dict` returned, into weights, master copies, optimizer and scaler."""
+        """Load what `state_dict` returned into trained weights, masters, optimizer and scaler."""
         self.optimizer.load_state_dict(state["optimizer"])
         self._share()
         self.scaler.factor, self.scaler.good_steps = state["scaler"]

@@ -16,10 +16,10 @@ Attention = Callable[..., Tensor]  # attention(q, k, v, causal=...)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Call PyTorch's attention, with the arguments of the function that notebook 09 builds.
+    """Return softmax(q·kᵀ/√D)·v by PyTorch's attention: for each query a mean of the values.
 
-    q, k, v: (..., N, D). Returns (..., N, D): for each query a mean of the values,
-    softmax(q·kᵀ/√D)·v. With `causal`, query i sees only the keys up to i.
+    q, k, v: (..., N, D), and so is the result. With `causal`, query i sees only the keys up to i.
+    `ddpkit.flash_attention`, of notebook 09, takes the same arguments.
     """
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -27,7 +27,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, over all targets; 0 where there are none.
 
-    logits: (..., classes). targets: (...), int64. Returns one number, in float32 at least.
+    logits: (..., classes). targets: (...), int64; -100 adds 0 to the sum, and counts in the mean.
+    Returns one number, in float32 at least.
 
     So a rank without data still has a loss, and gradients that are zeros: it can take part in the
     step. A mean of nothing would be NaN, on all ranks as soon as they average.
@@ -39,21 +40,21 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """A transformer that predicts each next token. Radford et al. 2019 (GPT-2), but `positions`.
+    """A transformer that predicts each next token, much like GPT-2 (Radford et al. 2019).
 
     vocabulary: number of tokens. context: longest sequence. width: numbers for each token between
-    the layers. heads: must divide `width`, ValueError otherwise. dropout: of the embeddings and of
-    the output of each half block. attention: as `torch_attention`, always called with causal=True,
-    on (n, heads, length, width / heads). kv_heads: heads of keys and values, each of which serves
-    heads / kv_heads heads of queries (Ainslie et al. 2023); None: `heads`. ValueError: it doesn't
-    divide `heads`.
+    the layers. heads: must divide `width`, ValueError otherwise. layers: number of blocks. dropout:
+    of the embeddings and of the output of each half block. attention: as `torch_attention`, always
+    called with causal=True, on (n, heads, length, width / heads). kv_heads: heads of keys and
+    values, each of which serves heads / kv_heads heads of queries (Ainslie et al. 2023); None:
+    `heads`. ValueError: it doesn't divide `heads`.
 
     head.weight is tokens.weight, one parameter under two names: tokens that are alike when read are
     alike when written (Press and Wolf 2017).
 
-    positions: (context, width), a frozen parameter, a random vector for each position. Positions
-    need only be distinguishable, and random vectors are; Vaswani et al. 2017, table 3, row E, lose
-    nothing with vectors that aren't learned. Notebook 03.
+    positions: (context, width), a frozen parameter, a random vector for each position; in GPT-2 it
+    is learned. Positions need only be distinguishable, and random vectors are: Vaswani et al. 2017,
+    table 3, row E, lose nothing with vectors that aren't learned. Notebook 03.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class GPT(nn.Module):
         """Return the next tokens' logits, (n, length, vocabulary). tokens: (n, length), int64.
 
         places: (length,), int64, the tokens' positions in the sequence; None: 0, 1, 2, ...
-        ValueError: more tokens than the context has positions.
+        ValueError: a position beyond the context.
         """
         if places is None:
             positions = first(self.positions, tokens.shape[1])
@@ -107,7 +108,7 @@ class GPT(nn.Module):
 
 
 def first(positions: Tensor, length: int) -> Tensor:
-    """Return the first `length` of GPT's positions, a view."""
+    """Return the first `length` of GPT's positions, a view. ValueError: there are fewer."""
     if length > len(positions):
         got = f"GPT got sequences of {length} tokens, expected at most {len(positions)}"
         raise ValueError(f"{got}: cut them, or build GPT(context={length})")
@@ -115,7 +116,7 @@ def first(positions: Tensor, length: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer of GPT, on (n, length, width): causal attention, then an MLP, each added to x."""
+    """A layer of GPT, on (n, length, width): x + attention(norm(x)), then likewise an MLP."""
 
     def __init__(
         self,
@@ -169,8 +170,8 @@ class MLP(nn.Sequential):
     """Linear, batch norm and ReLU, `layers` times, and a last Linear: (n, inputs) to (n, outputs).
 
     While training, batch norm takes mean and variance over the n rows that it is given. So ranks
-    that each have a share of the batch don't compute what one process with all of it does. It needs
-    at least 2 rows; torch raises ValueError otherwise. Notebook 03.
+    that each have a share of the batch don't compute what one process with all of it does. For 1
+    row, which has no variance, torch raises ValueError. Notebook 03.
     """
 
     def __init__(self, inputs: int = 16, width: int = 32, outputs: int = 4, layers: int = 2):

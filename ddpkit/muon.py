@@ -4,7 +4,7 @@
 
 Momentum is elementwise: it stays with the shards. Newton–Schulz isn't: done to some rows it gives
 something else than these rows of the result (Moonlight#27, modded-nanogpt#99). So each matrix has
-an owner:
+an owner, the rank that computes with all of it:
 
     all-to-all      each rank sends its rows of every matrix to its owner, all in one call
     Newton–Schulz   each owner, of its own matrices
@@ -29,10 +29,10 @@ ITERATIONS = 5
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Bring all singular values of a matrix near 1: the nearest orthogonal matrix, roughly.
+    """Bring a matrix's singular values to about 0.7 to 1.2: the nearest orthogonal one, roughly.
 
-    matrix: (rows, columns). Returns the same shape in bf16. Cost: 15 products of matrices.
-    Bernstein and Newhouse 2024; Jordan et al. 2024.
+    matrix: (rows, columns). Returns the same shape in bf16. Values below 1 % of the matrix's norm
+    end lower. Cost: 15 products of matrices. Bernstein and Newhouse 2024; Jordan et al. 2024.
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
@@ -48,9 +48,9 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 
 def deal(costs: list[int], world_size: int) -> list[int]:
-    """Return each matrix's owner: most expensive first, always to the rank with the least work.
+    """Return each matrix's owner, a rank: dearest first, always to the rank with the least work.
 
-    costs: of each matrix.
+    costs: the work of each matrix, in any unit.
     """
     loads = [0] * world_size
     owners = [0] * len(costs)
@@ -95,9 +95,9 @@ def by_owners(
 ) -> list[Tensor]:
     """Apply a function of whole matrices to matrices of which ranks have rows.
 
-    shards: this rank's rows of each matrix, perhaps none, all of one dtype. numels[m][r]: how many
-    numbers of matrix m rank r has. owners[m]: the rank that has matrix m whole for a moment.
-    Returns this rank's rows of each result.
+    shards: this rank's rows of each matrix, (rows, columns), perhaps none, all of one dtype; at
+    least one matrix. numels[m][r]: how many numbers of matrix m rank r has. owners[m]: the rank
+    that calls function(matrix m), which keeps the shape. Returns this rank's rows of each result.
 
     Cost: two all-to-alls. Every number goes to its matrix's owner and back.
     """
@@ -146,7 +146,8 @@ class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` for FSDP's shards of matrices.
 
     names: of the matrices it updates, as in `model.module.named_parameters()`; give the rest to
-    AdamW. lr, weight_decay, momentum: as there; the learning rate grows with √(rows/columns).
+    AdamW. lr, weight_decay, momentum: as in `torch.optim.Muon`; for tall matrices lr is multiplied
+    by √(rows/columns). In a step all ranks must have gradients of the same matrices, one at least.
     ValueError: a name isn't a trained matrix.
 
     Cost of a step, all ranks together: 2(W-1)/W numbers of 2 bytes sent for each element, and 15
@@ -184,7 +185,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def update(self, options: dict, shards: list[Tensor]) -> None:
-        """Update this rank's shards of one parameter group, in place; all must have gradients."""
+        """Update shards, in place: those with gradients, at least one, the same on all ranks."""
         momentum = options["momentum"]
         world_size = dist.get_world_size(self.group)
         shapes = [self.shapes[shard] for shard in shards]

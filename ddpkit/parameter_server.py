@@ -18,7 +18,7 @@ The server's wire carries 2(W-1)Φ bytes a step, more with every worker; in a ri
 (notebook 02) no rank carries more than 4Φ.
 
 Only parameters with `requires_grad` are sent, all of one dtype, a weight used in two places once.
-Frozen parameters and buffers must be equal at the start (`data_parallel.broadcast_module`); what a
+All parameters and buffers must be equal at the start (`data_parallel.broadcast_module`); what a
 worker's buffers learn (batch norm's statistics) stays there.
 
 Li et al. 2014; PyTorch has it as an RPC tutorial only. Notebook 03.
@@ -38,8 +38,8 @@ from .tools.views import views
 def push_and_pull(module: nn.Module) -> None:
     """Send rank 0 the gradients, after backward on a worker, and take the weights it sends back.
 
-    Every trained parameter must have a gradient. The worker is the same for both kinds of server.
-    Cost of a step: Φ out, Φ in. Notebook 03.
+    The weights become views of one tensor. The worker is the same for both kinds of server.
+    AttributeError: a trained parameter has no gradient. Cost of a step: Φ out, Φ in. Notebook 03.
     """
     trained = trained_in(module)
     # Gradients out, all in one piece; weights in, by the same layout.
@@ -55,8 +55,9 @@ def serve(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
     module: as on the workers; its weights are trained in place. optimizer: of its parameters.
     ValueError: no workers.
 
-    The weights are those of one process with all the data; a step lasts as long as the slowest
-    worker's. Cost of a step: (W-1)Φ in, (W-1)Φ out, one worker after the other. Notebook 03.
+    The weights are those of one process with all the data, if batches are equally long; a step
+    lasts as long as the slowest worker's. Cost of a step: (W-1)Φ in, (W-1)Φ out, one worker after
+    the other. Notebook 03.
     """
     trained = trained_in(module)
     workers = range(1, dist.get_world_size())
@@ -77,8 +78,8 @@ def serve(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 class Update(NamedTuple):
     """A step of the asynchronous server.
 
-    worker: the rank that sent the gradient. staleness: the updates by others since that worker
-    pulled its weights.
+    worker: the rank that sent the gradient. staleness: the number of updates, all by other workers'
+    gradients, since it got the weights with which it computed this one.
     """
 
     worker: int
@@ -115,7 +116,7 @@ def serve_asynchronously(
 
 @torch.no_grad()
 def follow(gradient: Tensor, trained: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Step along a gradient that arrived in one piece: its parts become `.grad`, as views."""
+    """Step with a 1-D gradient of all `trained` parameters; its parts become their `.grad`."""
     for parameter, part in zip(trained, views(gradient, trained), strict=True):
         parameter.grad = part  # a view: nothing is copied
     optimizer.step()

@@ -16,10 +16,10 @@ W is the number of ranks of the group, n the bytes of the buffer.
     ring_all_reduce            2(W-1)/W n             2(W-1)
     whole_ring_all_reduce      (W-1) n                W-1
 
-Every function works in place on a contiguous tensor of any shape and any dtype that torch can add,
-and sums. All ranks of `group` must call with the same number of elements. All but
-`whole_ring_all_reduce` leave the same bits on every rank. `ddpkit.fast.ring` has the first three in
-segments, for speed; `ddpkit.doubling` needs fewer hops.
+These work in place on a contiguous tensor of any shape and any dtype that torch can add; a
+reduction is a sum. All ranks of `group` must call with the same number of elements.
+`ring_all_reduce` leaves the same bits on every rank, `whole_ring_all_reduce` may not.
+`ddpkit.fast.ring` has the first three in segments, for speed; `ddpkit.doubling` needs fewer hops.
 
 Patarasuk and Yuan 2009, who prove that no algorithm sends less while ranks do the adding.
 """
@@ -47,7 +47,7 @@ def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, in place, until this rank holds chunk `rank` of the sum.
 
     x: contiguous, the same number of elements on every rank; its other chunks are left holding
-    partial sums. Returns the finished chunk, a 1-D view of `x`.
+    partial sums. Returns the finished chunk, a 1-D view of `x`, empty if `x` is too short.
 
     Cost per rank: (W-1)/W of `x` sent in W-1 hops. Patarasuk and Yuan 2009, section 3. Notebook 02.
     """
@@ -121,7 +121,7 @@ def flat(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def ring_cost(world_size: int, nbytes: int) -> tuple[int, float]:
-    """Return what `ring_all_reduce` of `nbytes` costs each rank: (hops, bytes sent).
+    """Return what `ring_all_reduce` of `nbytes` costs each rank: (hops, bytes sent on average).
 
     Patarasuk and Yuan 2009. Notebook 02.
     """

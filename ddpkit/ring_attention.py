@@ -3,8 +3,9 @@
 Every rank has a slice of the sequence: queries, keys and values of n tokens, (..., n, D). Queries
 stay. In hop h = 0, 1, ... rank r uses the keys and values of rank r−h for its own queries, and
 meanwhile passes them on to its right neighbour, rank r+1 (modulo W). Each block of scores becomes a
-triple (m, ℓ, o), and `ddpkit.softmax.merge` joins them: softmax over the whole sequence, though no
-rank ever holds a whole row of scores.
+triple: m, a row's largest score s; ℓ, the sum of e^(s−m); o, the sum of e^(s−m) times the value v.
+`ddpkit.softmax.merge` joins triples: softmax over the whole sequence, though no rank ever holds a
+whole row of scores.
 
 In PyTorch: torch.distributed.tensor.experimental.context_parallel.
 Liu, Zaharia and Abbeel 2023. Notebook 09.
@@ -33,13 +34,13 @@ def ring_attention(
     ranks 0, 1, ... follow one another in the sequence. causal: a token sees itself and those before
     it. Returns (..., n, D), in the dtype of q; computed in float32 at least.
 
-    Forward only. ValueError: q, k or v requires a gradient; their shapes differ; this rank isn't in
-    `group`.
+    Forward only. ValueError: q, k or v requires a gradient, outside torch.no_grad(); their shapes
+    differ; this rank isn't in `group`.
 
     Cost per rank: 2(W−1) slices sent, of k and v, in W−1 hops, each while a block is computed.
-    Memory: two slices of k and v, and a block of scores, n × n. Causal, rank r computes r+1 of W
-    blocks, the last rank W times as many as the first (Brandon et al. 2023 deal the tokens out in
-    stripes instead).
+    Memory: two slices of k and v, and a block of scores, n × n a head. Causal, rank r computes r+1
+    of W blocks, the last rank W times as many as the first (Brandon et al. 2023 deal the tokens out
+    in stripes instead).
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)

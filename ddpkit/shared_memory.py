@@ -39,7 +39,7 @@ class SharedBuffer:
     ValueError: `numel` isn't a whole number from 0, or numel and dtype differ between ranks; this
     rank isn't in `group`; the ranks are on different machines.
     RuntimeError, from a collective method: another rank called a different one, or dropped its
-    buffer.
+    buffer. For a rank that was killed, the others wait without end.
 
     `local` is this rank's buffer, a 1-D tensor to fill and to read, zero at first. Chunk r of a
     buffer is `local.tensor_split(W)[r]`, as in `ddpkit.ring`. Sums have the same bits on every
@@ -98,7 +98,7 @@ class SharedBuffer:
     def all_gather(self) -> Tensor:
         """Copy chunk r of rank r's buffer into every rank's buffer; return `local`.
 
-        Reads n/W bytes and writes n.
+        Reads n/W bytes, and writes them W−1 times.
         """
         self._meet("all_gather")
         # Each rank writes into the others' slots, and reads its own only.
@@ -116,10 +116,11 @@ class SharedBuffer:
         return map(list, zip(*by_slot, strict=True))
 
     def _meet(self, call: str) -> None:
-        """Wait until every rank of the group has come to this place in `call`.
+        """Wait until all ranks have called this as often as this one: a barrier, inside `call`.
 
-        A rank's mark, in memory that all see, is `len(CALLS)` times its meetings so far plus the
-        number of its call; it is negative once the rank has dropped its buffer.
+        Each rank has a mark, a number in the shared memory: `len(CALLS)` times the barriers that it
+        has come to, plus the index of `call` in CALLS; negative once it has dropped its buffer.
+        RuntimeError: see `_check_others`.
         """
         meeting = int(self._marks[self._rank]) // len(CALLS) + 1
         # Yielding gives up the interpreter's lock, which also orders memory: a rank that sees the
@@ -137,11 +138,11 @@ class SharedBuffer:
         self._check_others(call, meeting)
 
     def _fewest_meetings(self) -> int:
-        """Return how often the rank that lags behind has met the others."""
+        """Return the number of barriers to which the slowest rank has come."""
         return min(abs(mark) for mark in self._marks.tolist()) // len(CALLS)
 
     def _check_others(self, call: str, meeting: int) -> None:
-        """Raise RuntimeError if another rank is here for another call, or will never come."""
+        """Raise RuntimeError if a rank is at barrier `meeting` in another call, or has left."""
         me = f"rank {self._ranks[self._rank]}"
         for rank, mark in zip(self._ranks, self._marks.tolist(), strict=True):
             meetings, number = divmod(abs(mark), len(CALLS))
@@ -161,7 +162,7 @@ def _leave(marks: Tensor, rank: int) -> None:
 
 
 def _map_together(nbytes: int, group: ProcessGroup | None) -> Tensor:
-    """Map the same `nbytes` of memory, zero at first, on every rank of the group, as uint8."""
+    """Map the same `nbytes` of memory, zero at first, as uint8, on every rank; all must call."""
     path = [None]
     file = nullcontext()
     if dist.get_rank(group) == 0:

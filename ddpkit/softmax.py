@@ -19,8 +19,8 @@ For rows of N numbers, and values of D (`ddpkit.tools.traffic` counts):
 
 Rows are floating-point, (..., N); nothing is changed in place. m, ℓ and all that is computed with
 them are float32 at least; results have the dtype of x. A row of nothing but -inf is masked: its
-softmax is zeros (torch.softmax: NaN). A row with +inf or NaN in it is NaN. ValueError: x holds no
-such rows.
+softmax is zeros (torch.softmax: NaN). A row with +inf or NaN in it is NaN. (naive_softmax gives
+what its formula does.) ValueError: x holds no such rows.
 
 In PyTorch: torch.softmax, one fused kernel; m + ln ℓ is torch.logsumexp, `merge` torch.logaddexp.
 Milakov and Gimelshein 2018 (online softmax); Rabe and Staats 2021 (merging). Notebook 08.
@@ -43,6 +43,7 @@ def naive_softmax(x: Tensor) -> Tensor:
     """Return e^x / Σ e^x, as the formula stands and in x's dtype: NaN where a power overflows.
 
     Powers overflow from x = 12 in fp16, from 89 in fp32; far below 0, all are 0, and 0/0 is NaN.
+    Where the sum overflows, finite powers give 0.
     """
     _check(x)
     ell = x.new_zeros(x.shape[:-1])
@@ -115,8 +116,8 @@ def online_weighted_mean(x: Tensor, v: Tensor) -> Tensor:
 def summarize(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
     """Summarize a part of a row for `merge`: (m, ℓ); with values, (m, ℓ, o).
 
-    x: (..., n), n may be 0. v: (..., n, D), multiplied as by torch.matmul, so that several rows
-    (..., q, n) share their values. Returns m and ℓ of shape (...), o of shape (..., D).
+    x: (..., n), n may be 0. Returns m and ℓ of shape (...), o of shape (..., D). v: (n, D), or
+    (..., n, D) for x of shape (..., q, n), whose q rows share them: o is a product of matrices.
     """
     m, _ = start(x)
     # The part's own maximum: no power overflows, whatever the other parts are.
@@ -149,7 +150,7 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Return softmax of rows that stay in fast memory throughout, each read and written once."""
+    """Return softmax as a kernel does if rows fit into fast memory: each read and written once."""
     row = x[...]  # the one read; a[...] = is the one write
     a = torch.empty_like(x)
     a[...] = finish(row, *summarize(row))
@@ -157,7 +158,7 @@ def fused_softmax(x: Tensor) -> Tensor:
 
 
 def blockwise_softmax(x: Tensor, block: int) -> Tensor:
-    """Return softmax of rows that are read `block` numbers at a time: online, block by block."""
+    """Return softmax of rows that are read `block` numbers, 1 or more, at a time: online."""
     if block < 1:
         raise ValueError(f"expected a block of at least 1 number, got {block}. Try 128.")
     a = torch.empty_like(x)
@@ -179,7 +180,7 @@ def softmax_across_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor
 
     Cost per rank: one all-gather of two numbers for each row. Each rank merges them in the same
     order, to the same bits. (An all-reduce whose operation is `merge` would move less; torch has
-    none, and takes two: Megatron's `vocab_parallel_cross_entropy`.)
+    none. Megatron's `vocab_parallel_cross_entropy` takes two, of the maximum and of the sum.)
     """
     check_in_group("softmax_across_ranks", group)
     # One pair a row from every rank, merged by each of them.
@@ -219,6 +220,6 @@ def normalize(x: Tensor, ell: Tensor) -> Tensor:
 
 
 def finish(x: Tensor, m: Tensor, ell: Tensor) -> Tensor:
-    """Return softmax of a part `x` of the rows whose pair, of the whole row, is (m, ell)."""
+    """Return softmax of a part `x` of rows, in m's dtype. m, ell: the pair of each whole row."""
     weights = power(x, m.unsqueeze(-1))
     return normalize(weights, ell.unsqueeze(-1))

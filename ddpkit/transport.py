@@ -4,14 +4,14 @@
     ...                                                 # compute; leave `gradients` alone
     handle.wait()                                       # shard `rank` holds its part of the sum
 
-    handle = start_all_gather(parameters, group)        # shard `rank` is right
-    ...
-    handle.wait()                                       # all shards are, on every rank
+    handle = start_all_gather(parameters, group)        # shard `rank` holds this rank's values
+    ...                                                 # compute; leave `parameters` alone
+    handle.wait()                                       # shard r holds rank r's, for all r
 
 These two are PyTorch's own asynchronous collectives, `reduce_scatter_tensor` and
 `all_gather_into_tensor`, on any backend: NCCL, Gloo. Any object with the same two functions can be
 passed as `transport=`: `ddpkit.fast.ring.RingTransport()` sends messages round a ring,
-`ddpkit.fast.transports.SharedMemoryTransport()` sends none.
+`ddpkit.fast.transports.SharedMemoryTransport()` sends none, and serves `fast.zero` alone.
 """
 
 import torch.distributed as dist
@@ -29,14 +29,14 @@ def start_reduce_scatter(flat: Tensor, group: ProcessGroup | None = None) -> dis
     flat: 1-D, contiguous, the same length on every rank, a multiple of W. In place: after `wait()`
     the sum is in `shard(flat, group)`; the contents of the other shards are undefined.
 
-    Cost per rank: (W-1)/W of `flat` sent. Notebook 07.
+    Cost per rank: (W-1)/W of `flat` sent; on Gloo, by an all-reduce, twice that. Notebook 07.
     """
     mine = shard(flat, group)  # the result goes into this part of `flat` itself
     return _reduce_scatter(mine, flat, group=group, async_op=True)
 
 
 def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Work:
-    """Start to copy shard r of rank r's `flat` into the `flat` of every rank.
+    """Start to copy shard r of rank r's `flat` into the `flat` of every rank, in place.
 
     flat: 1-D, contiguous, the same length on every rank, a multiple of W; complete after `wait()`.
 
@@ -47,7 +47,7 @@ def start_all_gather(flat: Tensor, group: ProcessGroup | None = None) -> dist.Wo
 
 
 def shard(flat: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return this rank's part of `flat`, a view."""
+    """Return this rank's shard of `flat`, the rank-th of W equal parts, as a view."""
     # W divides the length, so chunk() gives W parts of equal length.
     shards = flat.chunk(dist.get_world_size(group))
     return shards[dist.get_rank(group)]

@@ -1,15 +1,15 @@
-"""Is my run on N ranks the run on one? If not, by which factor, and where does it begin?
+"""Is my run on N ranks the same training as on one? If not, by which factor, and where first?
 
     report = same_training(serial, parallel, world_size=3)  # two functions that train
-    print(report)       # nothing differs, or: step 0, gradient of blocks.1.out.bias, ×3.000 on ...
+    print(report)       # the same training, or: step 0, gradient of out.bias: ×3, on every rank
 
-    agree(model, optimizer)     # do replicas hold the same bits? which tensor, which rank
-    same_state(saved, loaded)   # is what was saved also what is loaded, or what is live?
-    with finite(model): ...     # the first NaN or inf: module, step, rank
+    agree(model, optimizer)     # list the tensors that differ between replicas, and on which ranks
+    same_state(saved, loaded)   # list the values of a checkpoint that aren't in what was loaded
+    with finite(model): ...     # raise at the first NaN or inf: module, call, rank
     Ledger(loader)              # was every sample used once, on all ranks together?
-    budget(run, {"all_reduce": 2})  # calls that a step makes, and those it needs
-    types(make, x)              # what is whole, a part, a summand; without processes
-    exact(model)                # integers in float64: equal means equal to the last bit
+    budget(run, {"all_reduce": 2})  # list the calls that a step makes too often or too rarely
+    types(make, x)              # is each tensor whole on a rank, a part, or a term of a sum?
+    exact(model)                # make weights integers: right runs are equal to the last bit
 
 For scripts, unchanged: `python -m ddpkit.audit SERIAL.py PARALLEL.py --world-size 3`. Notebook 14.
 """

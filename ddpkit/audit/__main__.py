@@ -1,4 +1,4 @@
-"""The command `python -m ddpkit.audit`: `ddpkit.audit.command` runs it."""
+"""Run `python -m ddpkit.audit`: is a script on N ranks the same training as on one?"""
 
 import sys
 

@@ -21,13 +21,14 @@ def agree(
 ) -> list[str]:
     """List what isn't the same on all ranks of `group`, to the bit: [] if all agree.
 
-    Looks at parameters, buffers, gradients, the optimizer's state and rates; with `random`, also at
-    the state of random numbers, which should differ where ranks draw dropout masks. Tensors whose
-    shards ranks hold (DTensors, split layers) are left out. Each entry names the ranks that
-    disagree with the most: "parameter head.weight: rank 2 differs". In a module's place, a mapping
-    of any values that ranks should have alike: a norm, a loss scale, a state_dict.
+    Looks at parameters, buffers, gradients, the optimizer's state and options, such as its learning
+    rate; with `random`, also at the CPU generator's state, which should differ where ranks draw
+    dropout masks. DTensors and the parameters of split layers are left out; `ddpkit.fsdp`'s shards
+    aren't. Each entry names the ranks that differ from the majority: "parameter head.weight: rank 2
+    differs". A mapping {name: value} in the module's place is looked at alone: a norm, a loss
+    scale, a state_dict without dicts inside. Values that aren't tensors are compared by `repr`.
 
-    Every rank of the group must call. Cost: an all_gather_object of 32 bytes a tensor.
+    Every rank of the group must call. Cost: an all_gather_object of a name and 32 bytes a tensor.
     """
     mine = {what: fingerprint(value) for what, value in replicated(module, optimizer, random)}
     everyones: list = [None] * dist.get_world_size(group)
@@ -53,7 +54,7 @@ def disagreement(odd: list[int], count: int, ranks: int) -> str:
 def replicated(
     module: nn.Module | Mapping[str, object], optimizer: Optimizer | None, random: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of all that should be the same on every rank."""
+    """Yield (name, value) of all that `agree` compares. module, optimizer, random: as there."""
     if isinstance(module, Mapping):
         yield from module.items()
         return
@@ -83,7 +84,7 @@ def replicated(
 
 
 def fingerprint(value: object) -> bytes:
-    """Hash a value: a tensor by dtype, shape and bits, so that NaN equals NaN, and 0 isn't -0."""
+    """Hash a tensor by dtype, shape and bits (NaN equals NaN, 0 isn't -0), others by `repr`."""
     text = repr(value)
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""A budget of the wire: the calls and bytes of a run, against what its parallelism needs."""
+"""Count the communication calls of a `launch`, and compare them with the calls that are needed."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +7,11 @@ from ..runtime.run import Run
 
 
 def traffic(run: Run, rank: int = 0) -> dict[str, tuple[int, int]]:
-    """{operation: (calls, bytes)} of a rank, object collectives included."""
+    """Return {operation: (calls, bytes)} of one rank (for example `{"all_reduce": (2, 24)}`).
+
+    All calls in `run.wire` count: "send", "recv", "new_group", and the all_gathers that make up an
+    all_gather_object. bytes: of the tensors that the rank handed in or, by recv, got.
+    """
     calls: Counter = Counter()
     nbytes: Counter = Counter()
     for record in run.wire[rank]:
@@ -17,12 +21,12 @@ def traffic(run: Run, rank: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def budget(run: Run, needs: Mapping[str, int], steps: int = 1) -> list[str]:
-    """List, by rank, the operations whose calls aren't those that a step needs.
+    """List the operations that a rank called more or less often than needed; [] if none.
 
-    needs: {operation: calls a step}, of what the wire carries: "all_reduce", "all_gather", "send".
-    An operation that isn't named needs none. steps: that the run made.
+    needs: {operation: calls of each rank in a step}; 0 for one that isn't named, "barrier", "recv"
+    and "new_group" included. steps: the number of steps that the run made.
 
-        budget(run, {"all_reduce": 4})      # tensor parallelism: 2 forward, 2 backward, a layer
+        budget(run, {"all_reduce": 4})      # tensor parallelism, 1 layer: 2 forward, 2 backward
         ["rank 0: 10 all_reduce, 4 due"]
     """
     found = []
@@ -37,7 +41,11 @@ def budget(run: Run, needs: Mapping[str, int], steps: int = 1) -> list[str]:
 
 
 def unchanged(run: Run, other: Run) -> bool:
-    """Return whether two runs send the same: then a flag that differs between them does nothing."""
+    """Return whether every rank has the same `traffic` in two runs.
+
+    Then an option that differs between them saves no call and no byte. Order, groups and values of
+    the calls aren't compared.
+    """
     ranks = range(len(run.wire))
     return len(run.wire) == len(other.wire) and all(
         traffic(run, rank) == traffic(other, rank) for rank in ranks

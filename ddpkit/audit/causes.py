@@ -1,4 +1,9 @@
-"""Suggest why two trainings differ: from a factor, a pattern of factors, or an output."""
+"""Suggest, in sentences, why a parallel training differs from the serial run.
+
+It goes by factors, by which gradients are multiples of the serial ones, and by the first module's
+output that differs. `ours` is a `Step` of the serial run, `theirs` that step on each rank. Tensors
+are looked up by their serial names, so a parallel model with other names gets fewer causes.
+"""
 
 from math import log2
 
@@ -22,7 +27,7 @@ LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one 
 
 
 def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step]) -> list[str]:
-    """Say which causes these factors suggest, each once."""
+    """Return causes of differing gradients, a sentence each, none twice. ranks: their number."""
     scales = scales_of_ranks(ours, theirs)
     if scales and all(difference.all for difference in found):
         return [scales]
@@ -44,9 +49,10 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
 
 
 def written_between(step: int, ours: Step, theirs: list[Step], rename: dict[str, str]) -> list[str]:
-    """Name the parameters that some ranks, or the serial run alone, changed before this step.
+    """Return sentences on parameters that only a rank, or the serial run, changed between updates.
 
-    rename: {a name of the parallel model: the serial one}.
+    The updates are those of steps `step` - 1 and `step`. What the serial run changed and any rank
+    didn't counts as the serial run's alone. rename: {a name of the parallel model: the serial one}.
     """
     due = set(ours.written)
     by_names: dict[tuple[str, ...], list[str]] = {}
@@ -64,7 +70,7 @@ def written_between(step: int, ours: Step, theirs: list[Step], rename: dict[str,
 
 
 def steps_apart(theirs: list[Step]) -> str:
-    """Say after how many backwards each rank makes this update; "" if after equally many."""
+    """Say after how many backwards each rank updates; "" if equally many, or a rank has no loss."""
     counts: dict[int, list[str]] = {}
     for rank, step in enumerate(theirs):
         counts.setdefault(len(step.losses), []).append(str(rank))
@@ -78,14 +84,14 @@ def steps_apart(theirs: list[Step]) -> str:
 
 
 def of_micro_batches(found: Difference, ours: Step, theirs: list[Step]) -> str:
-    """Say which micro-batches count otherwise than in the serial run; "" if that isn't it."""
+    """Return a sentence of `kept` (ranks' own gradients) or of `shares` (no factor fits), or ""."""
     if found.own:
         return kept(found.names, theirs)
     return shares(found.names, ours, theirs) if found.all and found.factor is None else ""
 
 
 def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
-    """Return whether the last backward added a gradient of the same length on all ranks."""
+    """Return whether the last backward added gradients of equal norms, not all 0, on all ranks."""
     within = max(1e-3, 4 * epsilon(ours.gradients))
     seen = False
     for name in names:
@@ -97,7 +103,11 @@ def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
 
 
 def scales_of_ranks(ours: Step, theirs: list[Step]) -> str:
-    """Name the factor by which each rank scales all its gradients; "" if ranks don't differ so."""
+    """Return a sentence with the factor by which each rank scales all its gradients.
+
+    Returns "" if these factors are equal or a rank has none: it has fewer than two gradients that
+    aren't 0, they have other names or shapes, or no one number fits them all.
+    """
     factors = []
     for step in theirs:
         held = {name: x for name, x in step.gradients.items() if x is not None and x.any()}
@@ -118,7 +128,10 @@ def scales_of_ranks(ours: Step, theirs: list[Step]) -> str:
 
 
 def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) -> list[str]:
-    """Suggest causes of a difference from its factor; serial: micro-batches of the serial run."""
+    """Return likely causes of a difference by its factor, such as ×4 for 4 ranks; at least one.
+
+    ranks, micro_batches: numbers of the parallel run. serial: micro-batches of the serial run.
+    """
     if found.own and found.factor is not None and near(found.factor, 1):
         return ["each rank kept its own gradient, and their mean is right: nobody averages them"]
     if found.own and found.factor is not None and near(found.factor, 1 / ranks):
@@ -165,7 +178,11 @@ def is_loss_scale(factor: float) -> bool:
 
 
 def first_output(serial: Tape, parallel: list[Tape], tolerance: float) -> str:
-    """Name the first module that returns something else, on ranks with the serial run's inputs."""
+    """Return a sentence on the first module whose output differs though the inputs are equal.
+
+    Tapes keep some elements of both. tolerance: the share of an output's norm that is no
+    difference. Returns "" if no rank has equal inputs and a difference, or ranks disagree.
+    """
     found = {}
     for tape in parallel:
         alike = len(tape.inputs) == len(serial.inputs) > 0
@@ -186,7 +203,7 @@ def first_output(serial: Tape, parallel: list[Tape], tolerance: float) -> str:
 
 
 def other_output(serial: Tape, tape: Tape, name: str, tolerance: float) -> bool:
-    """Return whether a module returned something else, where its output has the same shape."""
+    """Return whether a module's output differs from the serial one; False if its shape does."""
     output, due = tape.outputs[name], serial.outputs.get(name)
     if due is None or due.shape != output.shape:
         return False
@@ -194,7 +211,11 @@ def other_output(serial: Tape, tape: Tape, name: str, tolerance: float) -> bool:
 
 
 def added_too_often(difference: Tensor, name: str, serial: Tape) -> str:
-    """Name the summand that a module's output has too often, and how often; "" if there is none."""
+    """Return, for example, ": its bias is in it 2 times" of the output of module `name`, or "".
+
+    difference: some elements of the output minus the serial ones. If it is a multiple of the bias,
+    or of another module's output of the same shape, that is in the sum too often, or too seldom.
+    """
     shape = serial.outputs[name].shape
     bias = serial.begin.get(f"{name}.bias")
     summands = {}
@@ -212,7 +233,7 @@ def added_too_often(difference: Tensor, name: str, serial: Tape) -> str:
 
 
 def of_the_update(step: int, found: list[Difference], ours: Step, theirs: list[Step]) -> list[str]:
-    """Say why updates differ though gradients agree: another rate, or what else there is."""
+    """Return causes of differing updates: ranks' wrong learning rates, or one hint if all agree."""
     causes = []
     for rank, taken in enumerate(theirs):
         pairs = list(zip(taken.rates, ours.rates, strict=False))

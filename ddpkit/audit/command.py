@@ -2,16 +2,17 @@
 
     python -m ddpkit.audit train.py --world-size 3              # one script, on 1 and on 3 ranks
     python -m ddpkit.audit serial.py parallel.py --world-size 3 # two scripts
-    python -m ddpkit.audit train.py --world-size 3 -- --lr 0.1  # after -- come the script's own
-    ... --serial-args "--batch 96" -- --batch 32    # and these in their place, for the run on one
+    python -m ddpkit.audit train.py --world-size 3 -- --lr 0.1  # after --: the script's arguments
+    ... --serial-args "--batch 96" -- --batch 32    # other arguments for the run on one rank
 
-Both must begin alike and use the same samples in each step, whatever the number of ranks. For
-scripts that don't: --seed 0 seeds them, alike on all ranks; --ranks-samples gives the samples that
-the ranks drew to the run on one, if they are inputs of the model; --ranks-parameters gives it the
-weights that they began with; --apart gives each run a folder of its own, with links to the files of
-this one, so that none loads what another has saved.
-On more than one rank the script runs under torchrun and `ddpkit.debug`, which explains a hang.
-Exit code: 0 the same training, 1 not the same, 2 undecided, for a reason that is printed.
+It compares gradients and parameters in the first --steps updates. Both runs must begin alike and
+use the same samples in each step, whatever the number of ranks. For scripts that don't: --seed 0
+seeds them, alike on all ranks; --ranks-samples feeds the run on one rank what the ranks fed to
+their models; --ranks-parameters gives it the weights that they began with; --apart gives each run a
+folder of its own, with links to the files of this one, so that none loads a file that another made.
+All runs but a separate serial script's are under torchrun and `ddpkit.debug`, which explains hangs.
+Exit code: 0 the same training; 1 not the same, or no optimizer stepped; 2 undecided, or a run
+failed, for a reason that is printed.
 """
 
 import argparse
@@ -39,12 +40,12 @@ from .tape import Tape
 
 LOOK_S = 0.1
 GRACE_S = 5.0  # for torchrun to end its ranks
-LINES = 20  # of a script that failed
-TORCHRUN = re.compile(r"[EWI]\d{4} |Traceback ")  # its log, and its own end
+LINES = 20  # that are shown of a failed script's output
+TORCHRUN = re.compile(r"[EWI]\d{4} |Traceback ")  # how its log, or its traceback, begins
 
 
 class CannotTell(Exception):
-    """A reason why there is nothing to compare."""
+    """A reason why the runs can't be compared, such as a script that failed: exit code 2."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -105,7 +106,12 @@ def check(options: argparse.Namespace) -> None:
 
 
 def audit(options: argparse.Namespace) -> Report:
-    """Run both, with the script's own optimizer and then with SGD; stop at the first difference."""
+    """Run both scripts, compare what their tapes recorded, and return the `Report`.
+
+    A second pair of runs, with SGD, follows if the first shows no difference (not with --no-sgd):
+    AdamW and its like hide a factor in their updates.
+    CannotTell: a run failed or took too long, or the two models name no parameter alike.
+    """
     report = Report(0, 0, 0.0)
     two = options.serial != options.parallel
     ours = options.arguments if options.serial_args is None else options.serial_args
@@ -128,7 +134,10 @@ def audit(options: argparse.Namespace) -> Report:
 
 
 def samples_of(together: list[Tape]) -> list[Rows]:
-    """Return the rows of each step, of all ranks."""
+    """Return for each step the rows of data of all ranks, rank after rank, from their tapes.
+
+    Steps that a rank's tape lacks are left out.
+    """
     found = []
     for of_ranks in zip(*(tape.steps for tape in together), strict=False):
         found.append(list(chain(*(step.rows for step in of_ranks))))
@@ -136,7 +145,7 @@ def samples_of(together: list[Tape]) -> list[Rows]:
 
 
 def parameters_of(together: list[Tape]) -> dict[str, Tensor]:
-    """Return what the parameters began with, each of the first rank that has it."""
+    """Return {name: parameter at the beginning}, as the first rank that has it began with it."""
     found: dict[str, Tensor] = {}
     for tape in reversed(together):
         found |= tape.begin
@@ -152,9 +161,12 @@ def tapes(
     alone: bool = False,
     given: dict[str, object] | None = None,
 ) -> list[Tape]:
-    """Run a script, by torchrun or `alone`, and return each rank's tape.
+    """Run a script, by torchrun or `alone`, and return the tape that each rank recorded.
 
-    given: 'samples' of each step, 'parameters' at the start, in the place of the script's own.
+    sgd: put plain SGD in the place of AdamW and its like. alone: run plain Python, as one rank.
+    given: {"samples": as `samples_of` returns them, "parameters": {name: value}}, for the script to
+    use in the place of its own; either may be left out. None: --ranks-samples keeps the rows.
+    CannotTell: the script failed, or a rank's tape is missing in the end.
     """
     with tempfile.TemporaryDirectory(prefix="ddpkit-audit-") as folder:
         for name, value in (given or {}).items():
@@ -169,7 +181,7 @@ def tapes(
             command = [sys.executable, *start, "-m", "ddpkit.debug", *command]
         output = Path(folder, "output")
         with output.open("w") as file:
-            # A session of its own, so that all its processes can be ended together.
+            # A session of its own: its group can be ended. Torchrun's ranks are in others.
             process = subprocess.Popen(
                 command,
                 stdout=file,
@@ -190,13 +202,19 @@ def tapes(
 
 
 def linked(folder: Path) -> Path:
-    """Make a folder with the folders of the present one, and links to its files; return it."""
+    """Make `folder`, with copies of the current one's subfolders and links to its files; return it.
+
+    Hidden ones are left out. A script that writes to an existing file writes through the link.
+    """
     hidden = shutil.ignore_patterns(".*")
     return shutil.copytree(Path.cwd(), folder, ignore=hidden, copy_function=os.symlink)
 
 
 def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:
-    """Wait for the script's end, for full tapes (--stop) or for the timeout; True: it has ended."""
+    """Wait for the script's end, the timeout or (--stop) full tapes; return whether it has ended.
+
+    folder: where the ranks write their tapes.
+    """
     until = time.monotonic() + options.timeout
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -208,14 +226,20 @@ def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:
 
 
 def all_full(found: list[Path], ranks: int, steps: int) -> bool:
-    """Return whether each rank's tape has all steps; a script that fails leaves what it has."""
+    """Return whether every rank has written a tape (`found`), each with all `steps`.
+
+    A script that ends early, or fails, writes the steps that it has.
+    """
     if len(found) < ranks:
         return False
     return all(len(pickle.loads(path.read_bytes()).steps) == steps for path in found)
 
 
 def end(process) -> None:
-    """End the processes of a run that hasn't ended by itself: first politely, then by force."""
+    """End a run that is still going: by SIGTERM and, 5 s (`GRACE_S`) later, by SIGKILL.
+
+    Torchrun's ranks aren't in its process group: torchrun ends them, if SIGTERM leaves it time.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -226,7 +250,7 @@ def end(process) -> None:
 
 
 def what_it_said(output: str) -> str:
-    """Return the report of `ddpkit.debug`; if there is none, the last lines."""
+    """Return `ddpkit.debug`'s report from a script's output, or the last `LINES` if it has none."""
     lines = output.splitlines()
     begins = [number for number, line in enumerate(lines) if line.startswith("ddpkit: ")]
     if not begins:

@@ -1,16 +1,18 @@
 """Two trainings beside each other: where do they part, on which ranks, and by which factor?
 
-A factor names its cause: W is a sum where a mean is due, m a loss that wasn't divided by the number
-of micro-batches. So the report says the ratio where it is one number. Where it isn't, `shares`
-looks for a factor of each rank's micro-batches.
+A wrong gradient is often a multiple of the serial one, whose factor names the cause: W, the number
+of ranks, is a sum where a mean is due; m, the number of micro-batches, a loss that wasn't divided
+by it. Where no one factor fits, `shares` looks for one for each rank's micro-batches.
 
 Tolerance. A sum of n numbers is off by at most (n-1)·ε/2 of its terms' sizes, whatever the order
-(Higham 2002, 4.2); roundings that don't conspire stay within 6·√n·ε (Higham and Mary 2019). The
-smaller of the two is taken, or a long sum would hide a factor. Each of the d layers above hands its
-error on: to first order, gradients of two right runs differ by no more than d times that. An update
-adds a step's error to those before it. ε is that of the narrowest dtype. In bfloat16 that may
-exceed the tensor itself, and anything would pass: LOOSEST is the most that is allowed, and right
-runs stay far below it. Where numbers are integers (`exact`), the tolerance is 0.
+(Higham 2002, 4.2), so two such sums differ by less than n·ε; roundings that don't conspire stay
+within 6·√n·ε (Higham and Mary 2019). The smaller of the two is taken, since a long sum would
+otherwise hide a factor. Each of the d layers with parameters hands its error to the next: to first
+order, gradients of two right runs differ by no more than d times that. Each update adds its error
+to those before it, so step s is allowed s + 1 times as much. ε is that of the narrowest dtype of
+the serial parameters. In bfloat16 the product may exceed the tensor itself, and anything would
+pass: LOOSEST is the most that is allowed, and right runs stay far below it. Between exact twins
+(`to_the_bit`) the tolerance is 0.
 """
 
 from torch import Tensor
@@ -21,7 +23,7 @@ from .report import Difference, Report
 from .samples import other_samples
 from .tape import Step, Tape
 
-FLOOR = 1e-3  # of the whole gradient: a tensor that is shorter is judged as if it had this length
+FLOOR = 1e-3  # of all tensors together: one that is shorter is judged as if it had this length
 
 
 def compare(
@@ -30,11 +32,13 @@ def compare(
     rename: dict[str, str] | None = None,
     to_the_bit: bool = False,
 ) -> Report:
-    """Compare tapes of a serial and a parallel training, until the first step that differs.
+    """Compare a serial and a parallel training, up to the first step that differs.
 
-    parallel: of all ranks. rename: {a name of the parallel model: the serial one}. to_the_bit: no
-    tolerance, for exact twins. A rank may lack tensors that another has (a pipeline's).
-    ValueError: the two name no parameter alike.
+    serial: the tape of the run on one rank. parallel: the tapes of all ranks of the other run, in
+    order. rename: {parameter's name in the parallel model: in the serial one}. to_the_bit: allow no
+    roundings, for exact twins. A rank may lack tensors that another has (a pipeline's). Parameters
+    that the serial model lacks aren't compared, nor steps that a tape lacks.
+    ValueError: a rank and the serial run have no parameter's name in common.
     """
     rename = rename or {}
     for tape in parallel:
@@ -98,14 +102,14 @@ def moves(step: Step) -> bool:
 
 
 def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
-    """Name the ranks that made fewer or more updates than the serial run, of those recorded."""
+    """Return a sentence for each rank that recorded fewer or more updates than the serial run."""
     due = len(serial.steps)
     counts = [(rank, len(tape.steps)) for rank, tape in enumerate(parallel)]
     return [f"rank {rank} made {n} updates, the serial run {due}" for rank, n in counts if n != due]
 
 
 def other_shapes(serial: Tape, parallel: list[Tape], rename: dict[str, str]) -> list[str]:
-    """Name the first parameter of which a rank has another shape than the serial run."""
+    """Return one sentence, on the first parameter whose shape on a rank isn't the serial; or []."""
     for tape in parallel:
         for name, value in with_names(tape.begin, rename).items():
             due = tuple(serial.begin[name].shape) if name in serial.begin else value.shape
@@ -140,15 +144,18 @@ def judge(
     tolerance: float,
     before: dict[str, Tensor | None] | None = None,
 ) -> list[Difference]:
-    """List what differs, tensors that differ alike in one entry, in the model's order.
+    """List what differs on any rank, in the model's order; tensors that differ alike are one entry.
 
-    before: where the serial run's tensors came from; then factors are those of what was added.
+    what: "gradient", "update" or "parameter". expected: the serial run's tensors. of: each rank's,
+    under the serial names. tolerance: a share of a tensor's length. before: the serial parameters
+    before the update; then factors are of what the update added, not of the parameters.
+    A tensor that no rank has is listed with factor 0; one that `expected` lacks isn't looked at.
     """
     whole = sum(x.double().square().sum().item() for x in expected.values() if x is not None)
     there = sum(x is not None for x in expected.values())
     floor = FLOOR * whole**0.5 if tolerance else 0.0
     found: dict[tuple, Difference] = {}
-    pairs: dict[tuple, list[tuple]] = {}  # likewise, (a rank's tensor, the serial one)
+    pairs: dict[tuple, list[tuple]] = {}  # by the same keys, (a rank's tensor, the serial one)
     for name, x in expected.items():
         holders = [rank for rank, tensors in enumerate(of) if name in tensors]
         if not holders:  # the parallel model lacks it, on every rank

@@ -1,10 +1,11 @@
 """The exact twin of a model: small integers in float64, so that equal means equal to the last bit.
 
-Sums and products of integers below 2⁵³ are exact in float64, in whatever order they are added; so
+Sums and products of integers are exact in float64 up to 2⁵³, in whatever order they are added; so
 are divisions that come out even. Then two right trainings have the same bits, and any difference is
 a bug: no tolerance, no false alarm. What isn't made of sums and products is replaced by something
-that is: GELU and its like by ReLU, dropout by nothing. What can't be (softmax, a norm's root) is
-said, and keeps its place: there, compare within a tolerance.
+that is: GELU and its like by ReLU, dropout by nothing. What can't be replaced (softmax, a norm,
+which takes a root) stays in the model, and `exact` returns its name: compare such a model within a
+tolerance.
 
 A mean over W ranks or m micro-batches must come out even: `exact_loss` multiplies by 12, so that
 2, 3, 4 and their like divide it. Train with SGD whose rate is a power of two, for two steps: each
@@ -20,11 +21,11 @@ SCALE = 12  # 2, 3, 4, 6 divide it
 
 
 def exact(model: nn.Module, seed: int = 0) -> list[str]:
-    """Turn `model` into its exact twin, in place; return the names of what can't be exact.
+    """Turn `model` into its exact twin, in place; return the names of modules that can't be exact.
 
     Parameters become integers from -1 to 1, in float64, drawn in order from `seed`; tied ones stay
-    tied. GELU and other smooth functions become ReLU, dropout nothing. A model that calls functions
-    (`F.gelu`) instead of modules isn't changed there.
+    tied. Modules in SMOOTH become ReLU, and nn.Dropout drops nothing; those in INEXACT stay, and
+    are named. Other modules (nn.Mish) and functions (`F.gelu`) stay, and aren't named.
     """
     generator = torch.Generator().manual_seed(seed)
     model.double()
@@ -45,8 +46,8 @@ def exact(model: nn.Module, seed: int = 0) -> list[str]:
 def exact_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Sum 12 · (outputs - targets)² / 2 over each row; return the mean over the rows.
 
-    outputs, targets: (rows, ...), integers in float64. The mean is exact if 12 is a multiple of
-    the number of rows: take 1, 2, 3, 4, 6 or 12 rows a rank and micro-batch.
+    outputs, targets: (rows, ...), integers in float64. Means are exact if rows × ranks ×
+    micro-batches is a power of two, or three times one: 12 in all, for example.
     """
     squares = (outputs - targets).square() * (SCALE / 2)
     return squares.sum() / len(outputs)

@@ -1,4 +1,4 @@
-"""The first NaN or inf of a training: in which module, forward or backward, on which rank."""
+"""Find the first NaN or inf of a training: in which module, forward or backward, on which rank."""
 
 import contextlib
 import math
@@ -13,16 +13,19 @@ from torch.nn.modules import module as modules
 
 
 class NotFinite(RuntimeError):
-    """A module made a NaN or an inf, from inputs that were finite."""
+    """A module's output, or the gradient of its input, has a NaN or an inf; the text says where."""
 
 
 @contextlib.contextmanager
 def finite(module: nn.Module | None = None) -> Iterator[None]:
-    """Raise NotFinite at the first module whose output, or input's gradient, isn't finite.
+    """Raise NotFinite, inside `with`, at the first module whose output or gradient isn't finite.
 
-    The sentence says which module, in which of its calls, from which inputs, on which rank. Only
-    while inside. Without `module` all modules that are called are looked at, and named by their
-    types. Cost: every module's result is read once more; on a GPU, a wait for each.
+    Checked are modules without submodules: tensors that they return, alone or in a list, and in
+    backward the gradients of their inputs, but not of their parameters. The error names rank,
+    module and, in forward, which of its calls it was, and says whether its inputs were finite.
+    module: its parts are checked; None: every module that is called, named by its type alone.
+    RuntimeError, by torch: a checked tensor is changed in place, as by nn.ReLU(inplace=True).
+    Cost: each of these tensors is read once more, and the program waits for the GPU each time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     calls: dict[nn.Module, int] = {}
@@ -59,7 +62,7 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
         handles.append(modules.register_module_full_backward_hook(on_gradient))
     try:
         with warnings.catch_warnings():
-            # Of layers whose inputs want no gradient; they hand none back that could be looked at.
+            # Torch warns of layers whose inputs want no gradient: there is none to be checked.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             yield
     finally:
@@ -68,16 +71,18 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
 
 
 def is_leaf(part: nn.Module) -> bool:
-    """Return whether a module has no parts: the innermost is the cause."""
+    """Return whether a module has no submodules: only these are checked, so the cause is named."""
     return not any(True for _ in part.children())
 
 
 def complain(
     told: str, results: list[Tensor], causes: list[Tensor], verb: str, hint: Callable
 ) -> None:
-    """Raise NotFinite if a result isn't finite, and say what it was made of.
+    """Raise NotFinite if a tensor in `results` has a NaN or an inf; return None otherwise.
 
-    hint: called with the first of the causes, if all are finite; it says why they may be to blame.
+    told: the beginning of its text, "rank 0: the output of module 1 (Linear), call 1". causes: the
+    tensors that the results were computed from. verb: names these, "its inputs are". hint: called
+    with the first of `causes`, if all are finite; returns the end of the text, a reason, or "".
     """
     for result in results:
         if result.isfinite().all():
@@ -90,12 +95,12 @@ def complain(
 
 
 def largest(tensors: list[Tensor]) -> float:
-    """Return the largest absolute value in any of these; 0 if there is none."""
+    """Return the largest absolute value in these tensors; 0.0 if all are empty."""
     return max((x.detach().abs().max().item() for x in tensors if x.numel()), default=0.0)
 
 
 def product_too_large(x: Tensor, parameters: list[Tensor]) -> str:
-    """Say that products of x with parameters overflow, or these aren't finite; "" if neither."""
+    """Return words on parameters that aren't finite, or may overflow in products with x; or ""."""
     if not all(bool(parameter.isfinite().all()) for parameter in parameters):
         return ", its parameters aren't"
     weight = largest(parameters)
@@ -106,7 +111,7 @@ def product_too_large(x: Tensor, parameters: list[Tensor]) -> str:
 
 
 def function_too_large(x: Tensor) -> str:
-    """Say from where on exponentials, or squares, are inf; "" if no number in x is that large."""
+    """Return words on exponentials or squares of x that are inf, and from which x on; or ""."""
     most = torch.finfo(x.dtype).max
     if x.numel() and x.max().item() > math.log(most):
         return f": in {x.dtype} exponentials are inf from {math.log(most):.3g} on"

@@ -1,4 +1,4 @@
-"""Kinds of tensors on ranks, and what each operation makes of them: the rules of `types`.
+"""Kinds of tensors on ranks, and the kind of each operation's result: the rules of `types`.
 
     kind                            on a rank             its gradient there
     replicated                      the whole             the whole
@@ -8,7 +8,8 @@
     varying                         anything else
     None                            a constant, alike on all ranks: it has no gradient
 
-f leads from the first to the second, g from the third to the first. Dimensions count from the end.
+Megatron's f makes the second of the first, g the first of the third (notebook 11). Dimensions count
+from the end: -1 is the last.
 
 The first two are "invariant" and "replicate" in torchtitan's spmd_types; in DTensor both are
 Replicate(), since it adds a missing sum by itself. Notebook 14.
@@ -21,12 +22,12 @@ from torch import Tensor
 
 
 class Untyped(Exception):
-    """An operation that no kind allows."""
+    """An exception: an operation gets tensors whose kinds don't fit; the text says why."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a tensor; dim: of one that is sharded, from the end."""
+    """The kind of a tensor. dim: along which a sharded one is cut, -1 for the last; or None."""
 
     name: str
     dim: int | None = None
@@ -47,11 +48,11 @@ Known = Callable[[object], Kind | None]
 
 
 def sharded(dim: int) -> Kind:
-    """Return the kind of a part along `dim`, which counts from the end: -1, -2, ..."""
+    """Return the kind of a tensor cut along `dim`, which counts from the end: -1, -2, ..."""
     return Kind("sharded", dim)
 
 
-# Functions f with f(a + b) = f(a) + f(b): of a sum's parts they make parts of the result
+# Operations with op(a + b) = op(a) + op(b): of summands they make summands of the result
 VIEWS = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze"),
     *("split", "chunk", "unbind", "__getitem__", "__iter__", "contiguous", "clone", "detach"),
@@ -63,13 +64,17 @@ SCALES = {"mul", "div", "__mul__", "__truediv__", "__rmul__", "mul_", "div_"}
 
 
 def result(name: str, args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Return the kind of what an operation makes. Untyped: of no kind, with the reason."""
+    """Return the kind of an operation's result; Untyped, with the reason, if the kinds don't fit.
+
+    name: of the function, as "linear"; its rule is in `RULES`, or is `combined`, which overlooks
+    kwargs. known: returns a tensor's kind, None for a constant or anything else.
+    """
     rule = RULES.get(name)
     return rule(args, kwargs, known) if rule else combined(name, args, known)
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:
-    """Yield the tensors in a call's arguments, lists of them included."""
+    """Yield the tensors in a call's arguments, those in lists and tuples included."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -78,7 +83,7 @@ def tensors_in(values: object) -> Iterator[Tensor]:
 
 
 def combined(name: str, args: tuple, known: Known) -> Kind | None:
-    """Return the kind of an operation that acts on each number, or each place, alone."""
+    """Return a result's kind by the rule of all other operations: each number is used alone."""
     kinds = [known(x) for x in tensors_in(args)]
     if PARTIAL in kinds:
         return of_partial(name, args, kinds)
@@ -99,7 +104,11 @@ def of_partial(name: str, args: tuple, kinds: list[Kind | None]) -> Kind:
 
 
 def common(name: str, kinds: list[Kind | None]) -> Kind | None:
-    """Return the one kind that these have in common, constants aside."""
+    """Return the kind of a result whose operands have these kinds; `name` is for the error.
+
+    A part if one is a part; None if all are constants, which otherwise don't count. Partial kinds
+    don't come here. Untyped: replicated and another kind, or parts cut along different dimensions.
+    """
     found = list(dict.fromkeys(kind for kind in kinds if kind is not None))
     parts = [kind for kind in found if kind.is_part]
     if REPLICATED in found and OPEN in found:
@@ -129,7 +138,7 @@ def from_end(dim: int, ndim: int) -> int:
     return dim if dim < 0 else dim - ndim
 
 
-# Operations that look along a dimension
+# Operations that look along a dimension; what a rank looks up and lacks, it is taken to set to 0
 
 
 def linear(args: tuple, kwargs: dict, known: Known) -> Kind | None:
@@ -154,7 +163,7 @@ def linear(args: tuple, kwargs: dict, known: Known) -> Kind | None:
 
 
 def column(of_x: Kind | None, of_bias: Kind | None) -> Kind:
-    """Return the kind of what a column-parallel weight makes."""
+    """Return the kind of a column-parallel layer's output: its weight is cut along the outputs."""
     if of_x == REPLICATED:
         raise Untyped(
             "a weight of some outputs, column-parallel, got an input that is replicated: the "
@@ -166,13 +175,13 @@ def column(of_x: Kind | None, of_bias: Kind | None) -> Kind:
 
 
 def embedding(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Look up rows: a rank that has some of them has zeros for the others, once masked."""
+    """Return the kind of an embedding's output: the weight's, or partial if its rows are dealt."""
     of_weight = known(args[1])
     return PARTIAL if of_weight == sharded(-2) else of_weight
 
 
 def gathered(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Pick numbers along a dimension: if it is cut, a rank has some, and zeros once masked."""
+    """Return the kind of what torch.gather picks: partial if x is cut along its dimension."""
     x, dim = args[0], argument(args, kwargs, 1, "dim")
     kind = known(x)
     along = kind is not None and kind.dim == from_end(dim, x.ndim)
@@ -180,7 +189,10 @@ def gathered(args: tuple, kwargs: dict, known: Known) -> Kind | None:
 
 
 def normalised(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Apply a norm over the last dimensions, or a softmax over the last one."""
+    """Return the kind of a norm's result, or of a softmax's, whose `dim` is taken to be the last.
+
+    Untyped: x is partial, or cut along a dimension that is normalised.
+    """
     x = args[0]
     sizes = argument(args, kwargs, 1, "normalized_shape", 1)
     dims = range(-len(sizes), 0) if isinstance(sizes, tuple | list | type(x.shape)) else [-1]
@@ -192,7 +204,7 @@ def normalised(args: tuple, kwargs: dict, known: Known) -> Kind | None:
 
 
 def summed(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Sum along a dimension, or all: of parts that makes a summand."""
+    """Return a sum's kind: partial if x's cut is summed, otherwise x's, as if keepdim=False."""
     x = args[0]
     kind = known(x)
     if kind is None or kind.dim is None:
@@ -207,14 +219,18 @@ def summed(args: tuple, kwargs: dict, known: Known) -> Kind | None:
 
 
 def dropped(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Drop numbers, by a mask of this rank: of a summand only if none is dropped."""
+    """Return the kind of dropout's result, x's. Untyped: x is partial, and numbers are dropped."""
     p = argument(args, kwargs, 1, "p", 0.5)
     training = argument(args, kwargs, 2, "training", True)
     return combined("dropout" if p and training else "clone", args, known)
 
 
 def moved(where: Callable) -> Callable:
-    """Make the rule of a view that moves dimensions; where: (dim, args) to the dim's new place."""
+    """Return the rule, like `summed`, of a view that moves dimensions, such as transpose.
+
+    where: (cut dimension, args) to the cut dimension afterwards; None: the result is varying. It is
+    varying with keyword arguments as well.
+    """
 
     def rule(args: tuple, kwargs: dict, known: Known) -> Kind | None:
         kind = known(args[0])
@@ -234,7 +250,7 @@ def after_transpose(dim: int, args: tuple) -> int:
 def after_unflatten(dim: int, args: tuple) -> int:
     x, at, sizes = args
     more = len(sizes) - 1
-    return dim - more if dim <= from_end(at, x.ndim) else dim  # of the new ones the first is cut
+    return dim - more if dim <= from_end(at, x.ndim) else dim  # the first of the new ones is cut
 
 
 def after_flatten(dim: int, args: tuple) -> int | None:

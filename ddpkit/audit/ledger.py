@@ -18,8 +18,9 @@ class Ledger:
             for batch in ledger: ...
             print(ledger.audit(len(dataset)))   # every rank must call
 
-    loader: of batches, tensors or tuples of them, samples along the first axis. key: of a batch,
-    the samples' names; without it, a hash of each sample's bytes, so equal samples count as one.
+    loader: of batches, tensors or tuples of them, samples along the first axis. key: takes a
+    batch of any kind, and returns the list of its samples' names; None: `samples`, which hashes
+    their bytes, so that equal samples count as one that was used twice.
     entries: {sample: how often this rank had it in the present epoch}; it can be saved and given to
     a resumed run's Ledger.
     """
@@ -46,7 +47,10 @@ class Ledger:
     def audit(self, expected: int, group: ProcessGroup | None = None) -> list[str]:
         """List what is wrong with the epoch that ends here, the same on every rank; begin another.
 
-        expected: the samples of the data set. Cost: an all_gather_object of all names.
+        expected: the number of samples in the data set. Listed are samples that no rank used, or
+        that were used more than once; ranks that all had the same; and an order of samples that
+        an earlier epoch had. Every rank of `group` must call; without ranks it counts alone.
+        Cost: an all_gather_object of all names, which every rank keeps, epoch after epoch.
         """
         everyones = [(self.entries, tuple(self.entries))]
         if dist.is_initialized():
@@ -80,7 +84,7 @@ def complaints(total: Counter, by_rank: list[Counter], expected: int) -> list[st
 
 
 def samples(batch: object) -> list[bytes]:
-    """Name the samples of a batch by a hash of their bytes."""
+    """Return a hash of each sample's bytes, in all tensors of a batch. IndexError: it has none."""
     parts = batch if isinstance(batch, tuple | list) else [batch]
     columns = [part.detach().cpu().contiguous() for part in parts if isinstance(part, Tensor)]
     names = []

@@ -1,4 +1,4 @@
-"""Is a tensor a multiple of another, and of which factor? If it isn't: which of its rows differ?"""
+"""Is a tensor a multiple of another, and by which factor? If it isn't, which of its rows differ?"""
 
 from math import acos, degrees, isfinite
 
@@ -14,9 +14,11 @@ LONG, CHANCE = 0.3, 0.1  # of the usual row; of all rows
 def ratio(
     value: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
 ) -> tuple[float | None, float, bool]:
-    """Return (factor, error, whether they are the same): value ≈ factor · expected.
+    """Return (factor, error, whether the two are the same), with value ≈ factor · expected.
 
-    factor: None if no number fits. A gradient that is missing counts as zeros.
+    error: the norm of value − factor · expected, as a share of expected's norm or, if it is larger,
+    of `floor`. tolerance: up to this share they are the same, (1.0, 0.0, True). factor: None if no
+    number fits. A value that is None counts as zeros. Other shapes: (None, inf, False).
     """
     if value is None or expected is None:
         present = value if expected is None else expected
@@ -41,7 +43,7 @@ def ratio(
 
 
 def whole_number(factor: float, error: float) -> float:
-    """Return the whole number, or its reciprocal, that a factor is but for the error; or itself."""
+    """Round a factor to n or 1/n, n whole, if that is within `error`, a share, and within 5 %."""
     upside_down = 0 < abs(factor) < 1
     whole = round(1 / factor if upside_down else factor)
     nearest = 1 / whole if upside_down else float(whole)
@@ -55,7 +57,11 @@ def near(a: float, b: float, within: float = 1e-3) -> bool:
 def added(
     before: Tensor, expected: Tensor, values: dict[int, Tensor], tolerance: float
 ) -> tuple[float, Tensor, dict[int, Tensor]]:
-    """Return (tolerance of the update, the serial update, {rank: its update}), in float64."""
+    """Return (tolerance of the update, the serial update, {rank: its update}), in float64.
+
+    before, expected: a parameter of the serial run before and after a step; values: of the ranks,
+    after it. tolerance: relative; an update is shorter, so its own is larger, up to 0.25 (LOOSEST).
+    """
     start = before.double()
     update = expected.double() - start
     length = update.norm().item()
@@ -69,8 +75,9 @@ def part_that_differs(
 ) -> str:
     """Name the rows, or columns, that differ while others agree, and their factor; or count NaNs.
 
-    If all differ, name those that are 0. Returns "" if there are no such rows or columns. Rows that
-    are 0 in both tell nothing: an embedding's, of tokens that weren't in the batch.
+    For example 'rows 2 to 7 of 8: ×0'. tolerance, floor: as in `ratio`. If hardly any agree, name
+    those that are 0 in `value` alone. Rows that are 0 in both aren't evidence: an embedding's, of
+    tokens that weren't in the batch. Returns "" if nothing can be named, or shapes differ.
     """
     if value is None or expected is None or value.shape != expected.shape:
         return ""
@@ -97,10 +104,10 @@ def part_that_differs(
 
 
 def apart(pairs: list[tuple[Tensor | None, Tensor | None]]) -> str:
-    """Say how long tensors are, beside the serial ones, and how far they are turned.
+    """Say by which factor tensors are longer than the serial ones, and the angle between the two.
 
-    pairs: (value, expected), taken together as one vector. Returns "" if one is missing, has
-    another shape, or has no length.
+    pairs: (value, expected); all values make one vector. Returns " (length ×2, turned by 30°)", for
+    example, or "" if a tensor is missing or has another shape, or a vector is 0 or not finite.
     """
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return ""
@@ -115,7 +122,7 @@ def apart(pairs: list[tuple[Tensor | None, Tensor | None]]) -> str:
 
 
 def numbered(name: str, which: Tensor) -> str:
-    """Say where `which` is true: 'row 3 of 8', 'rows 2 to 7 of 8', 'rows 0, 2, 4, 6 and 1 more'."""
+    """Name the true places: 'row 3 of 8', 'rows 2 to 7 of 8', 'rows 0, 2, 4, 6 and 1 more of 9'."""
     places = which.nonzero().flatten().tolist()
     first, last = places[0], places[-1]
     of = f"of {len(which)}"
@@ -140,6 +147,6 @@ def alike(values: list[Tensor | None]) -> bool:
 
 
 def epsilon(tensors: dict[str, Tensor | None]) -> float:
-    """Return ε of the narrowest floating-point dtype among these."""
+    """Return the largest ε (`torch.finfo(dtype).eps`) of these tensors; 0 if none has floats."""
     floats = [x.dtype for x in tensors.values() if x is not None and x.is_floating_point()]
     return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)

@@ -10,14 +10,15 @@ LINES = 8  # of differences
 
 @dataclass
 class Difference:
-    """Tensors that differ in the same way.
+    """Tensors of a parallel training that differ from the serial one's alike, in one step.
 
-    step: from 0; -1 is the start. what: 'gradient', 'update', 'parameter'. names: in the model's
-    order. ranks: where; all: on every rank. factor: the ratio to the serial run, None if it isn't
-    one number. error: what is left without the factor, as a share of the serial tensor. own: each
-    rank has a gradient of its own, and their mean is `factor` times the serial one. part: if there
-    is no factor, the rows that differ, where others are right ("rows 2 to 7 of 8: ×0"), or how long
-    the tensors are and how far they are turned.
+    step: from 0; -1: before the first. what: 'gradient', 'parameter' or 'update' (what a step adds
+    to a parameter). names: of the tensors, in the model's order. ranks: where they differ; all: on
+    every rank that has them. factor: the number by which the serial tensor is multiplied; None: no
+    number fits. error: the length of the rest, as a share of the serial tensor's, for the first of
+    them. own: ranks differ from one another as well, and `factor` is that of their mean. part: in
+    words, without a factor: the rows that differ ("rows 2 to 7 of 8: ×0"), how many numbers are NaN
+    or infinite, or lengths and angle ("no one factor (length ×2, turned by 9°)").
     """
 
     step: int
@@ -28,7 +29,7 @@ class Difference:
     factor: float | None
     error: float
     own: bool = False
-    of: int = 0  # tensors that there are
+    of: int = 0  # tensors that the serial run has there
     part: str = ""
 
     def __str__(self) -> str:
@@ -52,11 +53,13 @@ class Difference:
 
 @dataclass
 class Report:
-    """The differences between a serial and a parallel training; `fine` if there are none.
+    """The differences between a serial and a parallel training, and what may cause them.
 
-    steps: that were compared. tensors: in each. tolerance: of a gradient in the first step.
-    undecided: ranks used samples that the serial run didn't, or hold parts that can't be put
-    together, or all gradients are 0.
+    `fine`: there is neither, and at least one step. steps: the number that all runs recorded; the
+    comparison ends at the first that differs. tensors: the number of parameters. tolerance: the
+    error that a gradient may have in the first step, as a share of its length. causes: sentences.
+    optimizer: a note on the optimizer that was used, or "". undecided: True if ranks used samples
+    that the serial run didn't, or hold parts that can't be put together, or all gradients are 0.
     """
 
     steps: int

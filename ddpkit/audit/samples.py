@@ -1,8 +1,9 @@
 """The samples of a training: which rows went into the model, on which rank?
 
-Two runs that use other samples have other gradients, and no bug. So the tape notes a hash of each
-row, and the comparison says if it is only that. A script that draws its samples by rank can be
-compared all the same: the serial run's rows are replaced by those that the ranks had (`instead`).
+Two runs that use different samples have different gradients without any bug. So a `Tape`, the
+record of a run, keeps a hash of each row, and `compare` says whether the rows differ. A script that
+draws its samples by rank can be compared all the same: the serial run's rows are replaced by those
+that the ranks had (`instead`).
 """
 
 import hashlib
@@ -18,8 +19,9 @@ Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along
 class Samples:
     """Note what the outermost modules of a training are called with.
 
-    keep: hold the rows themselves, not only their hashes. instead: for each step, the rows of all
-    ranks; those of a call are replaced by the next of them.
+    keep: hold copies of the rows on the CPU, not only their hashes. instead: for each step the rows
+    of all ranks, rank after rank; each call gets the next of these in the place of its own, and
+    later steps keep their own. Tensors inside a list or dict aren't found.
     """
 
     def __init__(self, keep: bool = False, instead: list[Rows] | None = None):
@@ -30,7 +32,7 @@ class Samples:
         self.rows: Rows = []
 
     def of_call(self, step: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Note the rows of a call in this step; return its arguments, replaced if need be."""
+        """Note a call's rows, after `instead` has replaced them if given; return its arguments."""
         found = data_in([*args, *kwargs.values()])
         if not found:
             return args, kwargs
@@ -45,7 +47,10 @@ class Samples:
         return args, kwargs
 
     def next_rows(self, step: int, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return as many rows as `data` has, the next of those that the ranks had in this step."""
+        """Return the next of the rows that the ranks had in this step, as many as `data` has.
+
+        ValueError: fewer are left.
+        """
         columns = [torch.cat(column) for column in zip(*self.instead[step], strict=True)]
         count = len(data[0])
         begin = self.taken[step]
@@ -60,14 +65,17 @@ class Samples:
         )
 
     def take(self) -> tuple[Counter, Rows]:
-        """Return what was noted since the last call."""
+        """Return {row's name: how often} and, with `keep`, the rows, noted since the last call."""
         names, rows = self.names, self.rows
         self.names, self.rows = Counter(), []
         return names, rows
 
 
 def data_in(values: list) -> tuple[Tensor, ...]:
-    """Return the tensors that hold rows of data: they want no gradient, and are equally long."""
+    """Return those of a call's arguments that hold rows of data.
+
+    They are tensors that require no gradient, and are as long as the first of these.
+    """
     found = [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
     return tuple(x for x in found if len(x) == len(found[0]))
 
@@ -77,7 +85,7 @@ def is_data(x: object, data: tuple[Tensor, ...]) -> bool:
 
 
 def names_of(data: tuple[Tensor, ...]) -> list[tuple]:
-    """Name each row by its shape and a hash of its bytes, all of its tensors together."""
+    """Return a name for each row, (shapes, hash of its bytes), over all tensors of `data`."""
     shape = tuple(tuple(x.shape[1:]) for x in data)
     columns = [x.detach().cpu().contiguous().view(len(x), -1) for x in data]
     return [
@@ -91,11 +99,12 @@ def raw(row: Tensor) -> bytes:
 
 
 def other_samples(serial: Counter, by_rank: list[Counter]) -> tuple[str, bool]:
-    """Say how ranks' samples in a step differ from the serial run's, "" if they don't or can't.
+    """Return (sentence on how ranks' samples in a step differ from the serial run's, undecided).
 
-    Also tell whether ranks used samples that the serial run didn't: then nothing follows from other
-    gradients. Ranks that see no data, a pipeline's, are left out, and rows of another shape can't
-    be compared.
+    serial, by_rank: {row's name: how often}. The sentence is "" if they don't differ, or can't be
+    compared, since rows have several shapes. undecided: ranks used rows that the serial run didn't,
+    so that other gradients prove no bug; False if all ranks used the same rows, which is a bug.
+    Ranks without data, as in a pipeline, are left out.
     """
     ranks = [names for names in by_rank if names]
     together = sum(ranks, Counter())

@@ -1,8 +1,9 @@
-"""Run a script with a tape on it; `ddpkit.audit.command` starts this file, by torchrun or alone.
+"""Run a script and record its training steps on a `Tape`. `ddpkit.audit.command` starts this file.
 
-script.py FOLDER OPTIONS SCRIPT ARGS: the tape goes to FOLDER, a file for each rank. OPTIONS, JSON:
-steps; sgd, in the optimizer's place; seed, or null; keep, the samples themselves. If FOLDER has
-`samples` or `parameters`, these are used in the place of the script's own.
+script.py FOLDER OPTIONS SCRIPT ARGS: each rank's tape goes to FOLDER, as "0.tape". OPTIONS is JSON:
+steps, the most to record; sgd, true to put SGD in the place of AdamW and its like; seed, or null;
+keep, true to record the samples themselves, not only their hashes. If FOLDER has the pickles
+`samples` or `parameters`, the training uses these in the place of its own.
 """
 
 import contextlib
@@ -40,18 +41,18 @@ def main(folder: str, options: str, script: str, *arguments: str) -> None:
         with plain_sgd() if chosen["sgd"] else contextlib.nullcontext(), tape:
             runpy.run_path(script, run_name="__main__")
     finally:
-        if not path.exists():  # the script has fewer steps
+        if not path.exists():  # it failed, or no backward came after the last step
             save(tape, path)
 
 
 def given(folder: str, name: str) -> object:
-    """Return what the command has left for this run, None if there is nothing."""
+    """Return what the command has pickled to FOLDER/name, or None if there is no such file."""
     path = Path(folder, name)
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def begin_with(seed: int) -> None:
-    """Seed what scripts draw from, alike on all ranks."""
+    """Seed the random numbers of Python, torch and (if installed) NumPy, alike on all ranks."""
     random.seed(seed)
     torch.manual_seed(seed)
     with contextlib.suppress(ImportError):
@@ -59,7 +60,7 @@ def begin_with(seed: int) -> None:
 
 
 def save(tape: Tape, path: Path) -> None:
-    """Write the tape; the file is there only once it is whole."""
+    """Pickle the tape to `path`, unless it exists; the file appears only once it is whole."""
     if not path.exists():
         draft = path.with_suffix(".draft")
         draft.write_bytes(pickle.dumps(tape))

@@ -1,9 +1,9 @@
 """Find the weight with which each micro-batch was added, where no one factor explains a gradient.
 
-The parallel gradient and the serial one are sums of what the ranks' backwards found, each with a
-weight. A few elements of every backward's gradient (`Step.parts`) make a small system of linear
-equations, whose solution is the weights. Where a weight isn't the serial one, their quotient is the
-factor of that micro-batch: ×2 for a rank with half of the tokens, whose mean counts like any other.
+The parallel gradient and the serial one are weighted sums of the gradients that single backwards
+computed on the ranks. A few elements of each of these (`Step.parts`) make a small system of linear
+equations, whose solution is the weights. A micro-batch's weight over its serial one is its factor:
+×2 for a rank that has half of a rank's average tokens, where the ranks' mean losses are averaged.
 """
 
 import math
@@ -22,8 +22,10 @@ DIGITS = 3
 def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
     """Return a sentence on how much each micro-batch counts, beside the serial run.
 
-    Returns "" if no weights can be found: gradients are partial or differ between ranks, those of
-    two micro-batches are nearly linearly dependent, or the difference may be one of roundings.
+    If only one of the two gradients is a sum of what backwards computed, the sentence says that.
+    Returns "" if all count alike, or no weights can be found: gradients are partial or differ
+    between ranks, those of micro-batches are nearly linearly dependent, neither the parallel nor
+    the serial one is their sum, or the difference may be one of roundings.
 
     names: the tensors whose gradients differ from the serial ones. ours: the serial step.
     theirs: the same step on each rank.
@@ -54,9 +56,9 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
 
 
 def kept(names: list[str], theirs: list[Step]) -> str:
-    """Return a sentence on which micro-batches are averaged and which stay on their own rank.
+    """Return a sentence on which micro-batches are averaged, lost, or stay on their own rank.
 
-    Returns "" if all are treated alike, or no weights can be found, as in `shares`.
+    Returns "" if all have one fate, one has no clear fate, or no weights are found as in `shares`.
     """
     places, columns, known = backwards(names, theirs)
     if columns is None:
@@ -84,9 +86,10 @@ def kept(names: list[str], theirs: list[Step]) -> str:
 
 
 def fate(weights: Tensor) -> str:
-    """Say what became of a micro-batch, as "verb of one/verb of several"; "" if nothing usual.
+    """Return "is averaged/are averaged", or "is lost/...", "stays on its rank/..."; "" if unclear.
 
-    weights: a row for each rank's gradient, a column for each rank's backward.
+    These are verbs for one micro-batch and for several. weights: a row for each rank's gradient, a
+    column for each rank's backward of that micro-batch.
     """
     ranks, backwards_of_it = weights.shape
     if not weights.any():
@@ -101,10 +104,11 @@ def fate(weights: Tensor) -> str:
 def backwards(
     names: list[str], theirs: list[Step]
 ) -> tuple[list[tuple[int, int]], Tensor | None, list[str]]:
-    """Return (places, columns, names): what each backward of each rank found, side by side.
+    """Return (places, columns, names): elements of each backward's gradient, side by side.
 
-    places: (rank, micro-batch) of each column; names: the tensors in them. columns is None if
-    they can't be distinguished, or there are too few.
+    places: (rank, micro-batch) of each column. names: the tensors in a column, those of `names`
+    that all backwards have. columns: (elements, backwards); None if there are fewer than 2 columns
+    or 2 rows a column, if their lengths differ, or if they are nearly linearly dependent.
     """
     places: list[tuple[int, int]] = []
     parts: list[dict[str, Tensor]] = []
@@ -124,7 +128,7 @@ def backwards(
 
 
 def elements(gradients: dict[str, Tensor | None], names: list[str]) -> Tensor | None:
-    """Return some elements of these gradients, end to end; None if one is missing."""
+    """Return the elements that `some_of` picks of each gradient, joined; None if one is missing."""
     found = [gradients.get(name) for name in names]
     return None if any(x is None for x in found) else torch.cat([*map(some_of, found)])
 
@@ -134,9 +138,10 @@ def same(a: Tensor, b: Tensor | None) -> bool:
 
 
 def solve(columns: Tensor, result: Tensor) -> tuple[Tensor, float]:
-    """Solve columns · weights = result; return the weights and what is left, as a share of result.
+    """Solve columns · weights = result by least squares; return (weights, what is left over).
 
-    Weights that are zero but for roundings are zero.
+    That is a share of the result's norm, inf if all of it is 0. Weights of at most `LEFT` of the
+    largest become 0.
     """
     # torch 2.13's default driver is wrong about columns that depend on each other.
     weights = torch.linalg.lstsq(columns, result[:, None], driver="gelsd").solution[:, 0]

@@ -1,7 +1,7 @@
-"""Two states that should be one: what was saved and what was loaded, a checkpoint and what is live.
+"""A comparison of two states that should be equal: what was saved, and what was loaded or is live.
 
-A run that resumes is the run that wasn't interrupted, if it begins from all that the other had. A
-loss curve forgives what is missing; a comparison doesn't.
+A resumed run gives the same results as an uninterrupted one only if all of its state was restored.
+A loss curve may look right even if some is missing; this comparison finds it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,13 @@ AT_ZERO = "as at the start: no file was found, or its name was known before it w
 
 
 def same_state(before: object, after: object) -> list[str]:
-    """List what of `before` isn't in `after`, to the bit, and what is new: [] if they are the same.
+    """List the values of `before` that differ in `after`, are missing or are new: [] if none.
 
-    before, after: modules, optimizers, or anything else with `state_dict()`; dicts and lists of
-    tensors and other values, one in the other. Each entry names the place, how a tensor differs,
-    and the first of a kind also what may be the cause: "bias: ×2", "state.0.exp_avg: missing",
-    "experts.weight: rows 2 to 7 of 8: ×0 (nothing was written there: …)".
+    before, after: modules, optimizers, or anything else with `state_dict()`; nested dicts and lists
+    of tensors, numbers and text. Empty ones aren't seen; there is no tolerance, but 0 equals -0.
+    Each entry names the place and how the value differs: "bias: ×2", "state.0.exp_avg: missing". A
+    likely cause, if known, is added to the first entry that has it: "experts.weight: rows 2 to 7 of
+    8: ×0 (nothing was written there: …)".
 
         saved = copy.deepcopy(optimizer.state_dict())   # a state_dict holds the live tensors
         ...                                             # a new process loads it
@@ -45,7 +46,7 @@ def same_state(before: object, after: object) -> list[str]:
 
 
 def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (path, value) of all values inside dicts and lists."""
+    """Yield (path, value), such as ("state.0.step", 5), of all values inside dicts and lists."""
     if hasattr(state, "state_dict"):
         state = state.state_dict()
     inside = dict(enumerate(state)) if isinstance(state, list | tuple) else state
@@ -57,11 +58,11 @@ def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def difference(was: object, now: object) -> str:
-    """Say how a value differs from what it was; "" if it doesn't."""
+    """Say how a value differs from what it was, such as "×2" or "missing"; "" if it doesn't."""
     if was is MISSING or now is MISSING:
         return "missing" if now is MISSING else "new"
     if not isinstance(was, Tensor) or not isinstance(now, Tensor):
-        alike = type(was) is type(now) and (was == now or was != was)  # NaN is still NaN
+        alike = type(was) is type(now) and (was == now or was != was)  # what was NaN passes
         return "" if alike else f"{now!r}, was {was!r}"
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"{now.dtype} {tuple(now.shape)}, was {was.dtype} {tuple(was.shape)}"
@@ -80,7 +81,7 @@ def difference(was: object, now: object) -> str:
 
 
 def comparable(x: Tensor) -> Tensor:
-    """Return a tensor on the CPU; of complex numbers as pairs, of float8 in float32."""
+    """Return a tensor on the CPU: complex numbers as pairs of real ones, float8 as float32."""
     x = x.detach().cpu()
     if x.is_complex():
         return torch.view_as_real(x)
@@ -88,7 +89,7 @@ def comparable(x: Tensor) -> Tensor:
 
 
 def as_a_whole(was: Tensor, now: Tensor) -> str:
-    """Say that a tensor was transposed, or rounded to a narrower dtype and back; "" if neither."""
+    """Say that a tensor (square) was transposed, or rounded to a narrower dtype; "" if neither."""
     if was.dim() == 2 and was.shape == was.T.shape and torch.equal(now, was.T):
         return "transposed"
     narrower = (torch.float32, torch.bfloat16, torch.float16) if was.is_floating_point() else ()
@@ -108,9 +109,9 @@ def in_another_order(was: Tensor, now: Tensor) -> str:
 
 
 def order_of(name: str, was: Tensor, now: Tensor) -> str:
-    """Say which parts along the first axis are at other places, and name one; "" if none is.
+    """Say which parts along the first axis are at other places, and name one; "" if they aren't.
 
-    name: what these parts are called, such as "row".
+    was, now: of one shape, and not equal. name: what these parts are called, such as "row".
     """
     count = len(was)
     both = torch.cat([was, now]).reshape(2 * count, -1)
@@ -128,7 +129,7 @@ def order_of(name: str, was: Tensor, now: Tensor) -> str:
 
 
 def because(was: object, now: object) -> str:
-    """Suggest the cause of a difference; "" if none is known."""
+    """Suggest why a value, or a part of a tensor, has become 0; "" for any other difference."""
     if isinstance(was, Tensor) and isinstance(now, Tensor) and was.shape == now.shape:
         was, now = comparable(was), comparable(now)
         differ = was != now

@@ -1,13 +1,13 @@
-"""A training, step by step: losses, gradients before each update, parameters after it.
+"""A recorder of a training: losses, gradients before each update, parameters after it.
 
     with Tape(steps=3) as tape:
         train()                 # any training: it need not know of the tape
     tape.steps[0].gradients["blocks.0.out.weight"]
 
-The tape listens at three places of PyTorch: outermost modules when they are called (their names are
-the parameters' names, their inputs the samples), `backward` (the loss), and optimizers' `step`. A
-tensor of which ranks hold parts is put together first, which takes messages: the ranks that share
-it must step alike.
+The tape hooks three places of PyTorch: calls of outermost modules, i.e. those that no other module
+calls (their inputs are the samples, and parameters are named as in them), `backward` (the loss),
+and optimizers' `step`. A tensor of which ranks hold parts is gathered by collective calls, so these
+ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't recorded.
 """
 
 import contextlib
@@ -37,14 +37,16 @@ WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrappe
 
 @dataclass
 class Step:
-    """One update: what it began from, and what it led to; tensors are whole, and on the CPU.
+    """A record of one update: what it began from, and what it led to; tensors are on the CPU.
 
-    losses: of each backward, a number. gradients: {name: as the optimizer finds it, None if there
-    is none}. parameters: {name: after the update}. samples: names of the rows that went into the
-    model; rows: themselves, if they are kept. rates: the optimizer's learning rates. last: {name:
-    the length of what the last of several micro-batches has added to the gradient}. parts: for each
-    of the losses {name: some elements of this rank's own gradient, before it is averaged}. written:
-    names of parameters that weren't, at its first backward, what the update before had left.
+    losses: one for each backward that begins from a single number. gradients: {name: the whole
+    gradient when the first optimizer steps, or None}. parameters: {name: the whole parameter after
+    the update}. samples: {hash of a row, with its shape: how often it went into the model}. rows:
+    the rows, a tuple of tensors for each call, if `Samples` keeps them. rates: the first
+    optimizer's different learning rates. last: {name: the norm of what the last backward added to
+    this rank's `.grad`}. parts: for each loss, {name: some elements of this rank's own gradient,
+    before it is averaged}. written: names of parameters that something other than an optimizer
+    changed after the update before, such as a broadcast.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -59,9 +61,11 @@ class Step:
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
-    """Call a listener's on_call, on_return, on_step and on_stepped around all modules and updates.
+    """Register a listener's methods as torch's global hooks, until the stack `until` closes.
 
-    They are called as torch's global hooks are, until `until` closes.
+    on_call(module, inputs) and on_return(module, inputs, output) come around each module's forward,
+    the second even if it raises. on_step and on_stepped, (optimizer, args, kwargs), come around
+    each optimizer's step.
     """
     for handle in (
         modules.register_module_forward_pre_hook(listener.on_call),
@@ -74,7 +78,7 @@ def hook(listener, until: contextlib.ExitStack) -> None:
 
 @dataclass
 class Output:
-    """A module's result: its type's name, the tensor's shape, and some of its elements."""
+    """A tensor that a module returned: the module's class name, its shape, some of its elements."""
 
     kind: str
     shape: torch.Size
@@ -82,14 +86,17 @@ class Output:
 
 
 class Tape:
-    """Record the first `steps` updates of the training inside, on this rank.
+    """A context manager that records the first `steps` updates made inside it, on this rank.
 
-    begin: {name: parameter before the first update}. longest: the most numbers that one sum of the
-    training adds up: a width, or the values of a micro-batch. depth: the layers with parameters.
-    inputs: some elements of each tensor that the model is first called with, outputs: {name: of its
-    modules} in that call, in the order in which they return.
-    when_full: called with the tape once all steps are on it, while the training goes on. samples:
-    what notes them. given: {name: value} of parameters, in the place of those it would begin with.
+    begin: {name: whole parameter at the first backward}. longest: the most numbers that one sum
+    may add up, the largest dimension of a parameter or the number of values in an input. depth: the
+    number of modules with parameters of their own. inputs: some elements of each tensor that the
+    model is first called with in training. outputs: {name of a module: its `Output` in that call},
+    in the order in which they return.
+    when_full: called with the tape when a backward begins after the last recorded update, so never
+    if the training ends there. samples: the `Samples` that notes inputs, and may replace them.
+    given: {name: value} to copy into the model when it is first called; a name that the model
+    hasn't, or a value of another shape than the parameter, is ignored.
     """
 
     def __init__(
@@ -115,7 +122,7 @@ class Tape:
     # Listening
 
     def __enter__(self) -> "Tape":
-        self.roots: list[nn.Module] = []  # outermost modules, as they are called
+        self.roots: list[nn.Module] = []  # outermost modules so far, most parameters first
         self.arriving: list[Tensor] = []  # what an outermost module is being called with
         self.names: dict[nn.Module, str] = {}  # of modules whose outputs are noted: in one call
         self.calls = 0  # modules that are being called, one inside the other
@@ -153,7 +160,7 @@ class Tape:
 
     @torch.no_grad()
     def give(self, root: nn.Module) -> None:
-        """Let a module begin with the parameters that were given."""
+        """Copy `given` into a module's parameters, by name and shape, before the first backward."""
         for path, parameter in root.named_parameters():
             value = None if self.steps else self.given.get(plain_name(path))
             if value is not None and value.shape == parameter.shape:
@@ -171,7 +178,7 @@ class Tape:
             self.names = {}
 
     def calling(self, call: Callable) -> Callable:
-        """Return `Module.__call__` that first notes the samples, of outermost modules."""
+        """Return a `Module.__call__` by which `samples` notes, or replaces, outermost inputs."""
 
         def called(module, *args, **kwargs):
             outermost = self.calls == 0 and any(True for _ in module.parameters())
@@ -187,7 +194,11 @@ class Tape:
         return called
 
     def hearing(self, backward: Callable) -> Callable:
-        """Return `backward` that first notes the loss it begins from."""
+        """Return a replacement for `torch.autograd.backward`, given as `backward`, which it calls.
+
+        It notes the loss, the samples and what is added to gradients. The first call after an
+        update begins a new `Step`; the one after the last recorded update ends the recording.
+        """
 
         def heard(tensors, *args, **kwargs):
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -222,10 +233,10 @@ class Tape:
 
     @contextlib.contextmanager
     def own_gradients(self) -> Iterator[dict[str, Tensor]]:
-        """Record this rank's own gradients during a backward.
+        """Context manager: record this rank's own gradients, before averaging, in a backward.
 
-        Yields a dict, {name: some elements}, which fills as gradients are computed. DTensors, and
-        the shards of `ddpkit.fsdp`, are left out.
+        Yields a dict, {name: some elements}, which fills as gradients are computed. Left out are
+        DTensors, and parameters of `ddpkit.fsdp` that aren't whole when the backward begins.
         """
         part: dict[str, Tensor] = {}
         handles = []
@@ -260,20 +271,20 @@ class Tape:
             self.updated = True
 
     def fill(self) -> None:
-        """Record nothing more: the last update is over, since another backward begins."""
+        """End the recording, since a backward follows the last update; call `when_full`."""
         self.full = True
         if self.when_full:
             self.when_full(self)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient as it is now) of what this rank has whole."""
+        """Yield (name, `.grad`, not a copy) of this rank's parameters or parts; no DTensors."""
         for root in self.roots:
             for path, parameter in root.named_parameters():
                 if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
                     yield plain_name(path), parameter.grad.detach()
 
     def written(self) -> list[str]:
-        """Name the parameters that this rank has whole, and that changed since the last update."""
+        """Name whole parameters, no DTensors, that are no longer what the last update left."""
         after = self.steps[-1].parameters if self.steps else {}
         found = []
         for root in self.roots:
@@ -291,7 +302,11 @@ class Tape:
 
     @torch.no_grad()
     def whole(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
-        """Return {name: `of` its parameter, whole, a copy on the CPU}."""
+        """Return {name: of(parameter)} for all parameters: whole tensors, copied to the CPU.
+
+        of: gives a parameter's tensor, such as its gradient; None stays None. Ranks that share a
+        tensor must all call. Drops FSDP's whole weights, and updates `longest` and `depth`.
+        """
         found: dict[str, Tensor | None] = {}
         seen = set()
         for root in self.roots:
@@ -309,7 +324,7 @@ class Tape:
         return found
 
     def __getstate__(self) -> dict:
-        """Travel without what listens."""
+        """Return what is pickled: the records, without modules, hooks, `samples` or `when_full`."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
         kept += "inputs", "outputs"
         return {name: getattr(self, name) for name in kept}
@@ -325,7 +340,8 @@ def some_of(x: Tensor) -> Tensor:
 def owner_of_forward(module: nn.Module) -> nn.Module:
     """Return the outermost module whose running `forward` calls this one; itself if there is none.
 
-    A script that calls `model.forward(x)` passes by all hooks; only `model`'s parts are heard.
+    `model.forward(x)` runs the hooks of `model`'s parts, but none of `model`'s own. So the stack is
+    searched for frames called `forward` whose `self` contains this module.
     """
     owner, frame = module, sys._getframe(1)
     while frame:

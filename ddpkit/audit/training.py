@@ -1,4 +1,4 @@
-"""`same_training`: run a training on one rank and on several, and compare their tapes."""
+"""`same_training`: run a training on one rank and on several; compare gradients and parameters."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,14 +22,16 @@ def same_training(
     rename: dict[str, str] | None = None,
     to_the_bit: bool = False,
 ) -> Report:
-    """Train on one rank and on `world_size`; say where they part, on which ranks, by which factor.
+    """Train on one rank and on `world_size`; report what differs, on which ranks, by which factor.
 
-    serial, parallel: functions without arguments that train something, with any optimizer of
-    torch.optim; they must begin alike (seed them), and use the same samples in each step. steps: to
-    compare. sgd: compare a second time with SGD in the place of optimizers such as AdamW, which
-    hide a factor in what they update. rename, to_the_bit: see `compare`.
+    serial, parallel: functions without arguments that train something. They must begin alike (seed
+    them), and use the same samples in each step, the parallel one on all ranks together. steps: the
+    number of updates to compare, until one differs. sgd: if none does, train both again with SGD in
+    the place of AdamW and its like, whose updates hardly change when a gradient is 3 times too
+    large (see `plain_sgd`). rename: {a name in the parallel model: in the serial one}. to_the_bit:
+    allow no rounding errors.
 
-    Take numbers that differ: 3 ranks for 2 micro-batches, so that a factor has one cause.
+    Take 3 ranks for 2 micro-batches, not 2 for 2: then a factor has one cause.
     RankError, HangError: as of `launch`. ValueError: the two name no parameter alike.
     """
     report = Report(0, 0, 0.0)
@@ -44,7 +46,7 @@ def same_training(
 
 
 def record(train: Callable[[], object], steps: int, with_sgd: bool) -> Tape:
-    """Return the tape of a training on this rank."""
+    """Run `train`; return a `Tape`, with gradients and parameters of its first `steps` updates."""
     with plain_sgd() if with_sgd else contextlib.nullcontext(), Tape(steps) as tape:
         train()
     return tape
@@ -52,7 +54,10 @@ def record(train: Callable[[], object], steps: int, with_sgd: bool) -> Tape:
 
 @contextlib.contextmanager
 def plain_sgd() -> Iterator[None]:
-    """Replace `torch.optim.AdamW` and its like by plain SGD of the same learning rate."""
+    """Let `torch.optim.AdamW` and the others in ADAPTIVE be plain SGD inside a `with` block.
+
+    A class that was imported by name before (`from torch.optim import AdamW`) stays what it is.
+    """
     before = {name: getattr(torch.optim, name) for name in ADAPTIVE}
     for name in ADAPTIVE:
         setattr(torch.optim, name, _Plain)
@@ -64,7 +69,7 @@ def plain_sgd() -> Iterator[None]:
 
 
 class _Plain(torch.optim.SGD):
-    """SGD that takes, and drops, the options of an adaptive optimizer."""
+    """SGD that ignores an adaptive optimizer's options, but for `lr` and those in its groups."""
 
     def __init__(self, params, lr=1e-3, *_, **__):
         super().__init__(params, lr=lr)

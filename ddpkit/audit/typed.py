@@ -1,4 +1,4 @@
-"""The types of a parallel module: which tensor is whole on a rank, which a part, which a summand?
+"""The types of a parallel module: which tensor is whole, a part, or a term of a sum over ranks?
 
     def make():                                     # of notebook 11, as rank 0 would make it
         return split_block(Block(16, 4, 0.0, torch_attention), None)
@@ -6,8 +6,9 @@
     print(types(make, torch.ones(2, 6, 16)))        # no processes: a group that sends nothing
 
 The module's forward runs once, on one process, and every operation's result gets a kind by the
-rules of `kinds`. Values don't matter. What f, g and their like do is found by looking: which calls
-do a `torch.autograd.Function`'s forward and backward make?
+rules in `kinds`: replicated, sharded, partial, ... Values don't matter. What a custom
+`torch.autograd.Function` does, such as notebook 11's f and g, is found by running it: which
+collective calls do its forward and its backward make?
 """
 
 import contextlib
@@ -54,7 +55,8 @@ SIGNATURES = {  # {(calls of forward, of backward): (what it needs, what it make
 class Types:
     """The kinds of a module's outputs; `fine` if every operation got what it needs.
 
-    kinds: {path: of the module's output}, up to the first that is wrong. wrong: where, and why.
+    kinds: {path of a module inside, "" for the whole: the `Kind` of its output}, of the modules
+    that returned before the first error. wrong: that error, with the module's path; "" if none.
     """
 
     kinds: dict[str, Kind | None] = field(default_factory=dict)
@@ -79,11 +81,11 @@ def types(
 ) -> Types:
     """Type a module that ranks share, without processes; name the first operation that is wrong.
 
-    make: returns the module, as rank 0 of `world_size` makes it. inputs: of its forward; they are
-    `given`, a kind, or constants if they aren't floats. sums_copies: the gradients of parameters
-    that aren't split are summed after backward, as `ParallelGPT.synchronize` does. of: {a module's
-    path: the kind of its parameters}, of those that aren't `SplitLayer`s: experts that each rank
-    has alone are VARYING.
+    make: returns the module, as rank 0 of `world_size` makes it. inputs: of its forward. given: the
+    `Kind` of inputs that are floats; None, as for integers: constants. sums_copies: True if the
+    gradients of parameters that aren't split are summed over ranks after backward, as
+    `ParallelGPT.synchronize` does. of: {a module's path: the `Kind` of its parameters}, where no
+    `SplitLayer` says it: experts that each rank has alone are VARYING.
 
     Sees sums that are missing, doubled or at the wrong place; no factor, no order, no samples.
     """
@@ -97,13 +99,13 @@ def types(
 
 
 def leaf(x: Tensor) -> Tensor:
-    """Copy a tensor; the copy of one of floats wants a gradient."""
+    """Copy a tensor, without its graph; a floating-point copy requires a gradient."""
     return x.detach().clone().requires_grad_(x.is_floating_point())
 
 
 @contextlib.contextmanager
 def group_of(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a group in which no message is sent; inside `launch`, of the one there is."""
+    """Be rank 0 of a fake group, which sends nothing; if this process is in a group, keep that."""
     if dist.is_initialized():
         yield
         return
@@ -115,7 +117,10 @@ def group_of(world_size: int) -> Iterator[None]:
 
 
 class Calls(TorchDispatchMode):
-    """Note the collective that the code inside makes: "sum", "scatter", "gather", "" or "other"."""
+    """A mode that notes in `made` which collective is called inside: "sum", "scatter" or "gather".
+
+    "" if none is called, "other" if it is another one, or several.
+    """
 
     def __init__(self):
         super().__init__()
@@ -206,7 +211,7 @@ class Typing(TorchFunctionMode):
     # Collectives
 
     def typing_all_reduce(self, all_reduce: Callable) -> Callable:
-        """Return `dist.all_reduce` that first types what it sums, in place, unseen by autograd."""
+        """Return an `all_reduce` that types its tensor: partial before a sum, then replicated."""
 
         def typed(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
             kind = self.known(tensor)
@@ -219,7 +224,7 @@ class Typing(TorchFunctionMode):
         return typed
 
     def typing_apply(self, apply: Callable) -> classmethod:
-        """Return `Function.apply` that tries forward and backward, and types the outcome."""
+        """Return `Function.apply` that runs on copies, forward and backward, to type its output."""
 
         def typed(cls, *args):
             if self.probing or not any(self.known(x) for x in tensors_in(args)):
@@ -236,7 +241,10 @@ class Typing(TorchFunctionMode):
         return classmethod(typed)
 
     def signed(self, name: str, signature: tuple, args: tuple, output: Tensor) -> Kind | None:
-        """Return the kind of a Function's output, by the calls that it makes."""
+        """Return the kind of a Function's output, by the collectives that it calls.
+
+        signature: from `tried`. Untyped: none of SIGNATURES, or an input of the wrong kind for it.
+        """
         if signature == ("", ""):
             return combined(name, args, self.known)
         if signature not in SIGNATURES:
@@ -255,7 +263,7 @@ class Typing(TorchFunctionMode):
 
 
 def tried(apply: Callable, args: tuple) -> tuple[object, tuple[str, str]]:
-    """Return (the output of a Function, the calls of its forward and of its backward)."""
+    """Run a Function on copies; return (its output, (its forward's call, its backward's call))."""
     copies = [leaf(x) if isinstance(x, Tensor) else x for x in args]
     with torch.enable_grad(), Calls() as forward:
         made = apply(*copies)

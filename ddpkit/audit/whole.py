@@ -1,6 +1,6 @@
 """Whole tensors from the parts that ranks hold: split layers, FSDP, DTensors, ZeRO's shards.
 
-All are collectives: every rank of the group that shares the tensor must call.
+Parts travel by collective calls: every rank of the group that shares the tensor must call.
 """
 
 import torch
@@ -15,7 +15,11 @@ from ..zero import Bucket, ZeroOptimizer
 
 
 def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | None:
-    """Put a parameter, or its gradient, together. path: the parameter's name in `root`."""
+    """Return a parameter, or its gradient, whole, put together from the parts of all ranks.
+
+    path: the parameter's name in `root`. value: this rank's part; None, on all ranks, gives None. A
+    tensor that isn't shared is returned itself. A split layer inside `FSDP` is cut twice: it fails.
+    """
     if value is None:
         return None
     owner, _, name = path.rpartition(".")
@@ -33,7 +37,10 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
 
 
 def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-    """{parameter: its mean gradient}, where the optimizer has the gradients and `.grad` doesn't."""
+    """Return {parameter: its whole mean gradient} of a `ZeroOptimizer`, and {} of any other.
+
+    There `.grad` is None once a gradient is sent. ValueError: a parameter has no gradient.
+    """
     if not isinstance(optimizer, ZeroOptimizer):
         return {}
     optimizer.synchronize()
@@ -45,7 +52,7 @@ def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
 
 
 def gather_shard(bucket: Bucket, shard: Tensor) -> Tensor:
-    """All-gather what this rank has of a bucket: 1-D, as long as the bucket."""
+    """All-gather a bucket from the ranks' shards, each 1-D; return it, 1-D, padding included."""
     flat = shard.new_zeros(bucket.numel)
     mine = flat.chunk(bucket.numel // len(shard))[0]
     parts = [torch.empty_like(mine) for _ in range(bucket.numel // len(shard))]

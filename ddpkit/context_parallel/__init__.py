@@ -14,14 +14,15 @@ sends, forward and backward:
 
 Each is attention(q, k, v, causal, group), for q (..., heads, n, D) and k, v (..., kv heads, n, D),
 this rank's tokens, as many on every rank. Returns (..., heads, n, D) in the dtype of q. Scores,
-their sums, dk and dv are float32 at least, also while they travel. ValueError: shapes or dtypes
-that don't fit, or a rank outside `group`.
+their sums, dk and dv are float32 at least, also while they travel, except in all_to_all_attention,
+where gradients travel in the dtype of q. ValueError: shapes or dtypes that don't fit, n that is odd
+(except in all_to_all_attention), or a rank outside `group`.
 
 `deal` says which tokens a rank has; `gpt` trains a GPT on shared sequences. Ranks that share a
 sequence hold the same weights and different tokens: for the gradients they are data-parallel ranks.
 
 In PyTorch: torch.distributed.tensor.experimental.context_parallel. Liu, Zaharia and Abbeel 2023
-(ring); Brandon et al. 2023 (levelling it); Jacobs et al. 2023 (Ulysses); Llama Team 2024, section
+(ring); Brandon et al. 2023 (equal work); Jacobs et al. 2023 (Ulysses); Llama Team 2024, section
 3.3.2 (all-gather). Notebook 13.
 """
 

@@ -80,7 +80,7 @@ class TokensForHeads(torch.autograd.Function):
 def trade(x: Tensor, cut: int, join: int, group: ProcessGroup | None = None) -> Tensor:
     """Cut x along dimension `cut`, send part r to rank r; return what comes, joined along `join`.
 
-    Cost per rank: one all-to-all, (W−1)/W of x sent.
+    W must divide the length that is cut. Cost per rank: one all-to-all, (W−1)/W of x sent.
     """
     # The wire takes contiguous parts, one for each rank, in their order.
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))

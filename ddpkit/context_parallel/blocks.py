@@ -1,9 +1,9 @@
 """Attention of this rank's queries to blocks of keys that come one by one, and its gradients.
 
-A block is the k and v of one rank, stacked: (2, ..., kv heads, n, D). Of a block are computed the
-pairs of chunks that `pairs_of_hop` lists, each by notebook 09's functions: forward returns the
-chunk's output o and the log-sum-exp of its scores, lse, which is all that `merge` needs; backward
-computes p again, from the lse of the *whole* row. Notebook 13.
+A block is the k and v of one rank, stacked: (2, ..., kv heads, n, D). Hop h has that of rank−h, and
+computes pairs of chunks, one of queries and one of keys (`pairs_of_hop`), by notebook 09's
+functions: forward returns a pair's output o and lse, the log-sum-exp of its scores, which is all
+that `merge` needs; backward computes p again, from the lse of the *whole* row. Notebook 13.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ class AttentionAcrossRanks(torch.autograd.Function):
     """Attention for autograd, whichever way blocks come and their gradients return to their ranks.
 
     apply(q, k, v, fetch, send_home, causal, deal, group). fetch(kv, group) returns what backward
-    needs of k and v, and the blocks of ranks rank, rank−1, ... send_home(q, that, o, lse, do,
-    causal, deal, group) returns dq, and dk and dv stacked, as `ring_backward` does.
+    needs of k and v, `kept`, and the blocks of ranks rank, rank−1, ... send_home(q, kept, o, lse,
+    do, causal, deal, group) returns dq, and dk and dv stacked. Differentiable once.
     """
 
     @staticmethod
@@ -65,7 +65,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of this rank's queries over all blocks, in float32 at least.
 
-    blocks: those of ranks rank, rank−1, ... (modulo W), in this order, each for one hop.
+    q and o: (..., heads, n, D), lse: (..., heads, n). blocks: those of ranks rank, rank−1, ...
+    (modulo W), in this order, one for each hop. deal: the two chunks of each rank.
     """
     queries = chunks(q, deal[rank])
     seen = {}  # by chunk of queries: o and lse over the keys so far
@@ -90,8 +91,8 @@ def attend(
 def merge(o: Tensor, lse: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join the attention to some keys with that to others, for the same queries; return (o, lse).
 
-    o: (..., n, D), a mean of values. lse: (..., n), the log of the sum of e^score that it was
-    divided by. The same as `ddpkit.softmax.merge` of (lse, 1, o). float32 at least.
+    o, o_b: (..., n, D), means of values, weighted by e^score. lse, lse_b: (..., n), the logs of the
+    weights' sums; NaN if both are -inf. As `ddpkit.softmax.merge` of (lse, 1, o), divided by ℓ.
     """
     total = torch.logaddexp(lse, lse_b)  # never e^lse, which overflows
     share = torch.exp(lse - total).unsqueeze(-1)
@@ -107,10 +108,10 @@ def gradients(
     hop: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what a block adds to dq, and the block's dk and dv, stacked; in float32 at least.
+    """Return what a block adds to dq, and what this rank's queries add to its dk and dv, stacked.
 
-    saved: q, o, lse and do of this rank, over the keys of all ranks. The dk and dv are summands:
-    other ranks' queries have also seen this block.
+    saved: q, o, lse and do of this rank; o and lse are over the keys of all ranks. block: that of
+    rank−hop. Results are float32 at least, and zeros where the mask hides the whole block.
     """
     q, o, lse, do = saved
     k, v = block
@@ -142,9 +143,10 @@ def gradients(
 
 
 def chunks(x: Tensor, numbers: tuple[int, int], heads: int | None = None) -> dict[int, Tensor]:
-    """Cut a rank's tokens, (..., n, D), in two, in float32 at least: {number of chunk: a view}.
+    """Cut a rank's tokens, (..., n, D), in two, in float32 at least: {number of chunk: its half}.
 
-    heads: those of keys or values are repeated, so that each head of queries has its own.
+    numbers: of its two chunks in the sequence. heads: as many as queries have, to which those of
+    keys or values are repeated. Halves are views of x, unless it was converted or repeated.
     """
     (wide,) = in_fp32(x)
     if heads is not None:

@@ -28,8 +28,8 @@ def contiguous(world_size: int) -> Deal:
 def zigzag(world_size: int) -> Deal:
     """Return the deal of chunks 0 to W−1 to ranks 0 to W−1, and of the others on the way back.
 
-    Cost: in each hop all ranks compute equally many scores of a causal mask, n²/2 and, in hop 0,
-    n/2 more of the diagonal. Zhu 2024 (ring-flash-attention).
+    Cost: with a causal mask and n tokens a rank, each rank computes n²/2 scores a head in each hop
+    and, in hop 0, n/2 more of the diagonal. Zhu 2024 (ring-flash-attention).
     """
     last = 2 * world_size - 1
     return [(rank, last - rank) for rank in range(world_size)]
@@ -67,7 +67,7 @@ def scores_of_hop(deal: Deal, rank: int, hop: int, chunk: int, causal: bool = Tr
 
 
 def places(deal: Deal, rank: int, length: int) -> Tensor:
-    """Return the positions in the sequence of `rank`'s tokens, in its order: int64, (n,).
+    """Return the positions in the sequence of `rank`'s tokens, in order: int64, (n,), on the CPU.
 
     length: tokens of the whole sequence. ValueError: 2W doesn't divide it.
     """
@@ -83,8 +83,9 @@ def share_tokens(tokens: Tensor, deal: Deal, rank: int) -> tuple[Tensor, Tensor,
     """Cut whole sequences: return this rank's inputs, their targets, and their positions.
 
     tokens: (batch, N + 1), int64, alike on the ranks that share them: N inputs and, one further,
-    their targets. Returns (batch, n) twice, and (n,). Where 2W doesn't divide N, the end is padded:
-    with token 0, which no token before it sees if attention is causal, and with NO_TARGET.
+    their targets. Returns (batch, n) twice, and (n,), on the CPU. Where 2W doesn't divide N, the
+    end is padded: with token 0, which no token before it sees if attention is causal, NO_TARGET,
+    and the last token's position.
     """
     # Shifted while whole: the last token of a chunk has its target in another one.
     inputs = tokens[:, :-1]

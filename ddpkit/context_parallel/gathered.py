@@ -1,7 +1,7 @@
-"""Attention with all keys and values gathered first: one message each way, nothing overlapped.
+"""Attention with all keys and values gathered first: one collective each way, nothing overlapped.
 
-Simple, any mask is possible, and grouped heads keep it small. But every rank holds the keys and
-values of the whole sequence, and waits for them. Llama Team 2024, section 3.3.2. Notebook 13.
+Simple, any mask would be possible, and few kv heads keep it small. But every rank waits for the
+whole sequence's keys and values, and holds them. Llama Team 2024, section 3.3.2. Notebook 13.
 """
 
 import torch
@@ -35,9 +35,9 @@ def gathered_attention(
 
 
 def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[Tensor]]:
-    """All-gather kv, k and v stacked: return all blocks by rank, and as a list in a ring's order.
+    """All-gather kv, k and v stacked: return all ranks' kv, (W, *kv.shape), and a list of them.
 
-    A block is the kv of one rank. The first result is kept for backward; the order is that of hops.
+    The first is kept for backward; the list has views of it, in a ring's order: rank, rank−1, ...
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)
@@ -61,7 +61,7 @@ def gathered_backward(
     """Return dq, and dk and dv stacked, of this rank's queries, keys and values, without a ring.
 
     q, o, do: (..., heads, n, D). everyones: k and v of all ranks, (W, 2, ..., kv heads, n, D). lse:
-    (..., heads, n), over the keys of all ranks. Cost: one reduce-scatter of dk and dv.
+    (..., heads, n), over all ranks' keys. Results are float32 at least. Cost: one reduce-scatter.
     """
     rank = dist.get_rank(group)
     saved = q, o, lse, do

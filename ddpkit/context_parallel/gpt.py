@@ -22,8 +22,9 @@ from .deal import NO_TARGET
 def share_sequence(gpt: GPT, attention: Attention) -> None:
     """Make a GPT's blocks attend across ranks, in place, by one of this package's functions.
 
-    Its keys and values are no longer repeated for grouped heads: few of them travel. From then on
-    the model needs the tokens' positions in the sequence: gpt(inputs, places).
+    attention: called as attention(q, k, v, causal=True). Where heads share keys and values, these
+    are no longer repeated before they are sent, but where they arrive. From then on pass the
+    tokens' positions in the sequence, gpt(inputs, places): the default, 0, 1, 2, ..., isn't theirs.
     """
     for block in gpt.blocks:
         block.attention = attention

@@ -1,8 +1,8 @@
 """Ring attention, forward and backward: keys and values travel, queries stay.
 
-In hop h rank r has the keys and values of rank r−h, computes with them, and meanwhile they are on
-their way to its right neighbour. In backward they go round once more. One hop behind them follows
-the sum of their gradients, to which each rank adds its summand; a last hop brings it back to its
+In hop h rank r has the keys and values of rank r−h, computes with them, and meanwhile sends them on
+to its right neighbour. In backward they go round once more. One hop behind them follows the sum of
+their gradients, to which each rank adds its summand; a last hop brings it back to the keys' own
 rank. Notebook 13.
 """
 
@@ -27,9 +27,9 @@ def ring_attention(
     """Attend to the tokens of all ranks, of which rank r has the r-th part.
 
     q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n must be even.
-    Returns the shape and dtype of q. Errors and cost: see `ddpkit.context_parallel`. Causal, rank r
-    computes (r + ½)·n² scores a head while all wait for the last: W/(2W−1) of the time is spent
-    computing. Without `causal` all compute alike.
+    Returns q's shape and dtype. Errors and cost: see `ddpkit.context_parallel`. Causal, rank r has
+    (r + ½)·n² scores a head that aren't hidden, and all wait for the last rank: W/(2W−1) of the
+    time is spent computing. Without `causal` all compute alike.
     """
     check("ring_attention", q, k, v, group)
     deal = contiguous(dist.get_world_size(group))
@@ -46,8 +46,8 @@ def zigzag_attention(
     """Attend to the tokens of all ranks, of which rank r has chunks r and 2W−1−r of 2W.
 
     q: (..., heads, n, D). k, v: (..., kv heads, n, D), of this rank's tokens; n must be even.
-    Returns the shape and dtype of q. Errors and cost: see `ddpkit.context_parallel`. Causal, every
-    rank computes n²/2 scores a head in each hop.
+    Returns q's shape and dtype. Errors and cost: see `ddpkit.context_parallel`. Causal, every rank
+    has n²/2 scores a head that aren't hidden in each hop, and n/2 more in the first.
     """
     check("zigzag_attention", q, k, v, group)
     deal = zigzag(dist.get_world_size(group))
@@ -57,7 +57,7 @@ def zigzag_attention(
 def fetch(kv: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Iterator[Tensor]]:
     """Return this rank's own kv, which is kept for backward, and an iterator over all ranks' kv.
 
-    kv: k and v stacked. The iterator yields those of rank, rank−1, ... as they come.
+    kv: k and v stacked, (2, ..., kv heads, n, D). The iterator is `travel`'s: own kv first.
     """
     # Other ranks' blocks aren't kept: backward lets them travel again.
     return kv, travel(kv, group)
@@ -75,8 +75,9 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq, and dk and dv stacked, of this rank's queries, keys and values.
 
-    q, o, do: (..., heads, n, D). kv: k and v stacked. lse: (..., heads, n), of forward, over the
-    keys of all ranks. Results are float32 at least. Cost: see `ddpkit.context_parallel`.
+    q, o, do (o's gradient): (..., heads, n, D). kv: k and v stacked. lse: (..., heads, n), of
+    forward, over the keys of all ranks. deal: by rank, the two chunks of the sequence that it has.
+    Results are float32 at least. Cost: see `ddpkit.context_parallel`.
     """
     rank = dist.get_rank(group)
     saved = q, o, lse, do
@@ -87,7 +88,7 @@ def ring_backward(
     for hop, block in enumerate(travel(kv, group)):
         dq_part, summand = gradients(saved, block, deal, rank, hop, causal)
         dq = dq + dq_part
-        # The sum for these keys was sent off by the left neighbour after its last hop.
+        # The left neighbour had these keys one hop ago, and then sent the sum of their gradients.
         for work in works:
             work.wait()
         total = summand if coming is None else coming + summand
@@ -98,9 +99,10 @@ def ring_backward(
 
 
 def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
-    """Yield the x of ranks rank, rank−1, ..., W of them, each while the next is on its way here.
+    """Yield the x of rank, of rank−1, ..., of all W, each while the next is on its way here.
 
-    x: alike in shape and dtype on all ranks; not written to. Cost per rank: W−1 messages.
+    x: contiguous, alike in shape and dtype on all ranks. Don't write into what is yielded: it is
+    being sent. Every rank must iterate to the end. Cost per rank: W−1 messages.
     """
     world_size = dist.get_world_size(group)
     for hop in range(world_size):
@@ -117,8 +119,8 @@ def travel(x: Tensor, group: ProcessGroup | None = None) -> Iterator[Tensor]:
 def pass_on(x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, list[dist.Work]]:
     """Begin to send x to the right neighbour, and to receive the left one's.
 
-    Returns (tensor that is being received, handles to wait for before it is read). On one rank it
-    is x itself, and there are no handles.
+    Returns (tensor that is being received, handles). Wait for the handles before you read it, or
+    write into x. On one rank it is x itself, and there are no handles.
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)

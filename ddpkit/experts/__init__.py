@@ -1,19 +1,19 @@
 """A mixture of experts across ranks: many MLPs, of which each token visits k.
 
-E experts on e ranks, T tokens a rank, rows of d numbers of s bytes. A layer, on each rank:
+E experts on e of W ranks, T tokens a rank, a row of d numbers of s bytes each. On each rank:
 
     router        scores of all experts for each token; the best k are chosen, and weighed
     dispatch      rows sorted by expert, and put back: their weighted sum
     exchange      all-to-all of counts, then of rows, with splits that differ from rank to rank
-    experts       a product for the rows of each expert that lives here
+    experts       each expert that lives here computes the rows that came for it
     exchange      the way back
 
-Both exchanges of rows return backward with gradients: four all-to-alls of rows, each (number of
-rows that go to other ranks)·d·s bytes; (e−1)/e·T·k·d·s if tokens spread evenly. `rows_between`
-counts them from the routing table. One more all-to-all carries 8·E bytes of counts.
+In backward both exchanges of rows happen again, with gradients: four all-to-alls of rows, each
+(number of rows that go to other ranks)·d·s bytes; (e−1)/e·T·k·d·s if tokens spread evenly.
+`rows_between` counts rows from the routing table. One more all-to-all carries 8·E bytes of counts.
 
-Without a limit ("dropless") all wait for the rank with most rows; with a capacity, what exceeds it
-skips its expert. Loads are levelled by a loss, or by a bias of the router that `move_bias` moves.
+Without a limit ("dropless") all wait for the rank with most rows; with a capacity, rows beyond it
+skip their expert. Loads are levelled by a loss, or by a bias of the router that `move_bias` moves.
 
 An expert's gradient already sums over the tokens of e ranks, so only W/e copies of it are left to
 sum; yet it is divided by W like all others: `average_gradients`. For clipping, `count_copies` says

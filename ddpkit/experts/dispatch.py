@@ -19,10 +19,11 @@ def through_experts(
 ) -> Tensor:
     """Send each row to its experts, and return the weighted sum of what comes back, (T, d).
 
-    rows: (T, d). chosen, weights: (T, k). process(rows, counts): takes rows sorted by expert, as
-    many for each as counts says, (E,), int64; returns their results in the same order. kept: a
-    mask, (T, k), of the choices that count, None: all; a row without any gets zeros. Sums are in
-    the dtype of the weights, the result in that of the rows.
+    rows: (T, d). chosen, weights: (T, k). experts: their number, E. process(rows, counts): takes
+    rows sorted by expert, as many for each as counts says, (E,), int64; returns their results, of d
+    numbers each, in the same order. kept: a mask, (T, k), of the choices that count, None: all; a
+    row without any gets zeros. Sums are in the wider dtype of results and weights, the result in
+    that of the rows.
     """
     k = chosen.shape[-1]
     by_expert = chosen.flatten().argsort(stable=True)
@@ -39,9 +40,10 @@ def through_experts(
 
 
 def capacity_of(factor: float, tokens: int, k: int, experts: int) -> int:
-    """Return the rows of a rank that an expert takes at most: `factor` times its fair share.
+    """Return how many of a rank's rows an expert takes at most: `factor` times its fair share.
 
-    ValueError: a factor that leaves nothing.
+    The fair share is tokens · k / experts, for the rank's number of tokens; the result is rounded
+    up, and 0 without tokens. ValueError: the factor isn't above 0.
     """
     if not factor > 0:
         raise ValueError(f"expected a capacity factor > 0, got {factor}: 1.25 is usual")
@@ -51,8 +53,8 @@ def capacity_of(factor: float, tokens: int, k: int, experts: int) -> int:
 def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
     """Return a mask, (T, k), of the choices that find room: of each expert's, the first `capacity`.
 
-    chosen: (T, k). Tokens come in order; those that don't fit are dropped. ValueError: a capacity
-    below 1.
+    chosen: (T, k). Choices come token after token, and False marks those that don't fit: the
+    token's other choices still count. ValueError: a capacity below 1.
     """
     if capacity < 1:
         raise ValueError(f"expected a capacity of 1 row at least, got {capacity}: raise it")
@@ -69,7 +71,7 @@ def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
 def rows_between(
     tables: Sequence[Tensor], experts: int, kept: Sequence[Tensor] | None = None
 ) -> list[list[int]]:
-    """Predict all splits of an exchange: return [r][s], the rows that rank r sends to rank s.
+    """Predict all splits of an exchange: return [r][s], the number of rows from rank r to rank s.
 
     tables: each rank's routing table, (T, k). experts: their number; each rank has equally many, in
     order. kept: each rank's mask, (T, k), from `within_capacity`; None: all count.

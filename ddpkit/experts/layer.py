@@ -15,16 +15,18 @@ from .router import Router, balance_loss, softmax
 class MixtureOfExperts(nn.Module):
     """A layer of `experts` MLPs; a token visits k of them, and the shared one, if there is one.
 
-    width, hidden: of each expert, Linear, ReLU, Linear. score: see `Router`. capacity: a factor for
-    `capacity_of`, by each rank's tokens; None: nothing is dropped. shared: the hidden width of an
-    expert for all tokens; 0: none. balance: the factor of `balance_loss`; 0: it isn't computed.
+    width, hidden: of each expert, Linear, ReLU, Linear. score: see `Router`. capacity: an expert
+    takes at most `capacity` times its fair share of a rank's rows, and the rest skip it; None: it
+    takes all. shared: the hidden width of an expert for all tokens; 0: there is none. balance: the
+    factor of `balance_loss`; 0: that isn't computed, and stays 0.
 
     A new layer has all experts, and computes in one process. `share_experts` leaves each rank its
-    own, and then every rank of the group must call, even without tokens: others wait for its
-    counts.
+    part of them. From then on every rank of the group must call the layer, even without tokens:
+    the others wait for its counts of rows.
 
-    After forward, `load`, (E,), has counted the choices since it was last set to 0, and
-    `balance_loss` is that of the last forward, to be added to the loss. Cost: see `ddpkit.experts`.
+    load: (E,), how often this rank's tokens chose each expert, skipped or not, in training mode,
+    since it was last set to 0. balance_loss: of the last forward, times `balance`: add it to the
+    loss. Cost: see `ddpkit.experts`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' result for x, (..., width): the same shape and dtype.
 
-        There may be any number of tokens, none included.
+        There may be any number of tokens, none included. ValueError: a score is NaN or infinite.
         """
         rows = x.flatten(0, -2)
         scores, chosen, weights = self.router(rows)
@@ -80,9 +82,9 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x)
 
     def here(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute rows, sorted by expert, with this rank's experts: counts[i] rows with the i-th.
+        """Compute rows, sorted by expert, with this rank's experts; return the results in order.
 
-        Returns their results, in the same order.
+        counts: (experts of this rank,), the number of rows for each of them.
         """
         results = []
         parts = rows.split(counts.tolist())
@@ -91,9 +93,9 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)
 
     def across_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows, sorted by expert, to the ranks of their experts; return their results.
+        """Send rows, sorted by expert, to the ranks of their experts; return the results in order.
 
-        counts: (E,), the rows for each expert. Results are in the order of the rows.
+        counts: (E,), int64, the number of rows for each expert. All ranks must call.
         """
         # Counts first: no rank knows yet how many rows to expect.
         coming = exchange_counts(counts, self.group)
@@ -122,7 +124,7 @@ def mlp(width: int, hidden: int) -> nn.Sequential:
 
 
 def exchange_counts(counts: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Tell every rank how many rows its experts get from here; return how many come from each.
+    """Send every rank the numbers of rows for its experts; return those of the rows that come here.
 
     counts: (E,), int64, this rank's rows for each expert. Returns (ranks, this rank's experts).
     """
@@ -134,8 +136,8 @@ def exchange_counts(counts: Tensor, group: ProcessGroup | None = None) -> Tensor
 class ExchangeRows(torch.autograd.Function):
     """An exchange of rows between ranks; backward sends their gradients back the same way.
 
-    apply(rows, send, receive, group). rows: (Σ send, d), sorted by rank. send, receive: the number
-    of rows for each rank, and from each. Returns (Σ receive, d), sorted by rank.
+    apply(rows, send, receive, group). rows: (Σ send, d), sorted by the rank that gets them. send,
+    receive: the number of rows for each rank, and from each. Returns (Σ receive, d), by sender.
     """
 
     @staticmethod
@@ -161,16 +163,16 @@ def exchange(
     receive: list[int],
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Return the rows that come from all ranks, in one all-to-all with uneven splits."""
+    """Exchange rows in one all-to-all with uneven splits: `ExchangeRows`, without autograd."""
     came = rows.new_empty(sum(receive), rows.shape[1])
     dist.all_to_all_single(came, rows.contiguous(), receive, send, group=group)
     return came
 
 
 def make_sparse(gpt: GPT, experts: int = 8, k: int = 2, **options) -> None:
-    """Replace the MLP of each block by a mixture of experts as wide as it, in place.
+    """Replace the MLP of each block by new experts, each as wide as the MLP was, in place.
 
-    options: those of `MixtureOfExperts`.
+    options: others of `MixtureOfExperts`. Weights are drawn anew, on torch's default device.
     """
     for block in gpt.blocks:
         first = block.mlp[0]

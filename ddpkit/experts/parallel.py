@@ -1,4 +1,4 @@
-"""Experts across ranks: which rank has which, whose gradients are summed, one norm, one checkpoint.
+"""Experts across ranks: deal them out, average and clip gradients, gather all for a checkpoint.
 
 W ranks, e of which share the experts; each has tokens of its own. What isn't an expert is on all W
 ranks alike. An expert is on W/e ranks, its replicas: the groups of a mesh of (data, experts).
@@ -11,9 +11,9 @@ ranks alike. An expert is on W/e ranks, its replicas: the groups of a mesh of (d
     optimizer.step()
     balance(model, 0.001)
 
-Each expert may be tensor-parallel besides: cut its Linears in a group of ranks that have the same
-tokens. Then `everyone` is one rank of each such group, and the numbers of copies multiply: these
-times `tensor_parallel.count_copies`.
+Each expert may be tensor-parallel besides: cut its Linears among a group of ranks that have the
+same tokens. Then pass as `everyone` the ranks with this rank's position in these groups, and clip
+by the product of `count_copies(model, everyone)` and `tensor_parallel.count_copies`.
 
 Notebook 13.
 """
@@ -31,7 +31,7 @@ from .router import move_bias
 
 
 def layers(module: nn.Module) -> Iterator[MixtureOfExperts]:
-    """Yield the mixtures of experts in a module."""
+    """Yield the `MixtureOfExperts` layers in a module, in the order of `module.modules()`."""
     for layer in module.modules():
         if isinstance(layer, MixtureOfExperts):
             yield layer
@@ -40,11 +40,11 @@ def layers(module: nn.Module) -> Iterator[MixtureOfExperts]:
 def share_experts(
     module: nn.Module, group: ProcessGroup | None = None, everyone: ProcessGroup | None = None
 ) -> None:
-    """Leave this rank its part of the experts, in place: of E on e ranks, rank r keeps E/e.
+    """Drop the experts of other ranks, in place: of E on e ranks, rank r keeps E/e.
 
-    module: alike on all ranks. group: the ranks that share the experts (None: all). everyone: the
-    ranks whose gradients are averaged (None: all). ValueError: e doesn't divide E, or this rank
-    isn't in `group`.
+    module: alike on all ranks, which isn't checked. group: the e ranks that share the experts
+    (None: all). everyone: the ranks whose tokens the balance loss counts (None: all). ValueError: e
+    doesn't divide E, or this rank isn't in `group`.
     """
     check_in_group("share_experts", group)
     ranks = dist.get_world_size(group)
@@ -68,10 +68,9 @@ def share_experts(
 def count_copies(
     module: nn.Module, everyone: ProcessGroup | None = None
 ) -> dict[nn.Parameter, int]:
-    """Return {parameter: the number of ranks that hold it alike}, to clip the gradients by.
+    """Return {parameter: the number of ranks that hold it}, for `tensor_parallel.clip_grad_norm`.
 
-    For `tensor_parallel.clip_grad_norm`. everyone: the group to clip in (None: all W ranks). An
-    expert that e ranks share is held by W/e.
+    everyone: the W ranks to count (None: all). An expert is on W/e of them, all else on W.
     """
     world_size = dist.get_world_size(everyone)
     # All but the experts are on every rank.
@@ -85,14 +84,14 @@ def count_copies(
 def average_gradients(
     module: nn.Module, replicas: ProcessGroup | None, everyone: ProcessGroup | None = None
 ) -> None:
-    """Make every gradient the mean over W ranks of what their losses give, in place.
+    """Make every gradient that of the mean of all W ranks' losses, in place.
 
-    replicas: the ranks that hold the same experts as this one. everyone: all W (None). An expert's
-    gradient holds the summands of e ranks' tokens already, since rows came from there. So it is
-    summed over its W/e replicas, and divided by W, as every other. Parameters without a gradient
-    count as zeros: ranks must make the same calls.
+    replicas: the W/e ranks that hold the same experts as this one. everyone: all W (None). An
+    expert computes the tokens of e ranks, so its gradient already sums over their losses. It is
+    summed over its replicas, and divided by W like every other. A trained parameter without a
+    gradient gets zeros, since ranks must make the same calls.
 
-    Cost per rank: all gradients but the experts' all-reduced over W ranks, the experts' over W/e.
+    Cost per rank: an all-reduce for each parameter, an expert's over W/e ranks, others' over W.
     """
     world_size = dist.get_world_size(everyone)
     # Experts are reduced in another group than the rest, and divided by the same number.
@@ -110,15 +109,17 @@ def average_gradients(
 
 
 def balance_losses(module: nn.Module) -> Tensor:
-    """Return the sum of all layers' balance losses in their last forward, to add to the loss."""
+    """Return the sum of all layers' last `router.balance_loss`, weighted, to add to the loss."""
     losses = [layer.balance_loss for layer in layers(module)]
     return sum(losses, torch.zeros(()))
 
 
 def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = None) -> None:
-    """Move the biases of all routers by `speed`, and set the counts to 0; call it after each step.
+    """Level the use of experts, after each step: move each router's biases by `speed`, in place.
 
-    In place, so that what a checkpoint or an optimizer holds stays the model's.
+    An expert that got more tokens than average since the last call, from all ranks of `everyone`,
+    has its bias lowered, others raised. Then the counts, `load`, are set to 0.
+    Cost per rank: E numbers all-reduced for each layer.
     """
     for layer in layers(module):
         # Summed over the ranks first: the routers must go on alike.
@@ -127,11 +128,11 @@ def balance(module: nn.Module, speed: float, everyone: ProcessGroup | None = Non
 
 
 def whole_state(module: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Return the whole model's state, {name: tensor}, gathered from all ranks on every rank.
+    """Return the state_dict of the model with all experts, on every rank of `group`.
 
-    A module with all experts loads it. group: the ranks that share the experts. Load it before
-    `share_experts`, on any number of ranks.
-    Cost per rank: an all_gather_object of its state.
+    group: the ranks that share the experts (None: all). Load it before `share_experts`, into a
+    module with all experts, on any number of ranks.
+    Cost per rank: an all_gather_object of its state_dict, so memory for those of all e ranks.
     """
     # Every rank's state, then their union: a rank lacks the experts of the others.
     states: list = [None] * dist.get_world_size(group)

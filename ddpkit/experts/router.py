@@ -1,8 +1,8 @@
 """The router: which experts a token visits, how much each counts, and how loads stay level.
 
 Left alone a router collapses: an expert that is chosen often learns more, and is chosen more often.
-Two remedies: a loss that grows with the imbalance, and a bias that chooses but doesn't weigh.
-Notebook 13.
+Two remedies: a loss that grows with the imbalance (`balance_loss`), and a bias added to scores for
+the choice, but not for the weights (`move_bias`). Notebook 13.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class Router(nn.Module):
     """A linear layer that scores all experts for each token, and chooses the best k.
 
     width: numbers of a token. score: logits (T, E) to scores, such as `softmax` or `sigmoid`.
-    `bias`, (E,), is added where experts are chosen, and nowhere else: it has no gradient, and
-    `move_bias` moves it. All is computed in float32 at least: in 16 bits, near ties are lost.
-    ValueError: k isn't one of 1 to `experts`.
+    `bias`, (E,), is added to the scores for the choice, and nowhere else: it is a buffer, zero at
+    first, without gradient, which `move_bias` changes. All is computed in float32 at least: in 16
+    bits, scores that nearly tie would be equal. ValueError: k isn't one of 1 to `experts`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Router(nn.Module):
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (T, E), chosen experts (T, k), their weights (T, k), for rows (T, width).
 
-        Weights of k > 1 experts are made to add up to 1; of one it is its score, or the router
-        would have no gradient. ValueError: a score is NaN or infinite.
+        Weights are the chosen experts' scores, for k > 1 divided by their sum. For k = 1 that would
+        always be 1, and the router would get no gradient. ValueError: a score is NaN or infinite.
         """
         # Not under autocast either: it would round the logits to 16 bits.
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -80,13 +80,13 @@ class Router(nn.Module):
 def balance_loss(
     scores: Tensor, chosen: Tensor, ranks: int = 1, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Return W times this rank's part of E·Σ fᵢ·Pᵢ: 1 if all experts are used alike, at most E.
+    """Return W times this rank's part of E·Σ fᵢ·Pᵢ, the loss that grows with the imbalance.
 
-    fᵢ: the part of all choices that expert i got, on all ranks together: it has no gradient. Pᵢ:
-    the mean of its scores, normalised. The mean of this over `ranks` ranks is the loss of one
-    process with all tokens. Multiply it by 0.01 or so. Fedus et al. 2021, equation 4.
-
-    Cost per rank: E numbers all-reduced, if there are several ranks.
+    The mean of the results over all W ranks is the loss of one process with all tokens: 1 if all
+    experts are used alike, at most E. fᵢ: the part of all ranks' choices that expert i got, without
+    gradient. Pᵢ: the mean over all ranks' tokens of its score, divided by the token's sum. scores,
+    chosen: from `Router`. ranks: the size W of `group`. Multiply the loss by 0.01 or so. Fedus et
+    al. 2021, equation 4. Cost per rank: E numbers all-reduced, if W > 1.
     """
     # Whole numbers: the same on all ranks, in whatever order they are added.
     load = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
@@ -101,11 +101,10 @@ def balance_loss(
 
 
 def move_bias(bias: Tensor, load: Tensor, speed: float, group: ProcessGroup | None = None) -> None:
-    """Lower the bias of experts with more than their share by `speed`, raise that of others.
+    """Lower the bias of experts with more than the mean load by `speed`, raise it for less.
 
-    bias: (E,), moved in place, alike on all ranks. load: (E,), the choices that each expert got
+    bias: (E,), changed in place, alike on all ranks. load: (E,), the choices that each expert got
     from this rank's tokens since the last step; not changed. Wang et al. 2024 (no auxiliary loss).
-
     Cost per rank: E numbers all-reduced.
     """
     total = load.clone()

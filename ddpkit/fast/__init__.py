@@ -1,5 +1,5 @@
-"""The subjects again, with the same names and signatures, made for speed or for harder conditions.
+"""Second forms of ddpkit's plain modules, made for speed or for harder conditions.
 
-Each file begins with what it adds to its subject, and what that gained. Fast forms import subjects,
-never the reverse.
+Most have the plain form's names and signatures, some with options added. Each file begins with what
+it adds and, if measured, what that gained. Fast forms import plain ones, never the reverse.
 """

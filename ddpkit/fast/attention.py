@@ -2,9 +2,9 @@
 
 Additions to the plain form, measured on a CPU core at 4096 tokens:
 - tiles of 256 queries and 256 keys, of all heads at once: scores stay in the cache;
-- one tile of memory, used again and again: allocating large memory costs more than writing it;
+- memory for one tile, used again for each: allocating large memory costs more than writing it;
 - exponents of base 2, as processors have 2^x: torch's exp2 takes a quarter of exp's time;
-- scale and mask in the product's own pass (`baddbmm`), and everything else in place;
+- scale and mask in the product's own pass (`baddbmm`), and most of the rest in place;
 - with `causal`, tiles that lie wholly in the future are skipped: nearly half of them.
 
 Rabe and Staats 2021; Dao 2023 (FlashAttention-2, whose loops these are). Notebook 09.
@@ -29,8 +29,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
     q: (..., Nq, D). k, v: (..., Nk, D). causal: query i sees keys up to i. Returns (..., Nq, D), of
     q's dtype. ValueError: shapes or dtypes that don't fit.
 
-    Cost: 4 Nq Nk D operations a head, 10 backward; causal about half of that. Forward has one tile
-    of scores for each head, backward two.
+    Cost: 4 Nq Nk D operations a head, 10 Nq Nk D backward; causal about half, if Nq = Nk. Forward
+    has one tile of scores for each head, backward two.
     """
     return FlashAttention.apply(q, k, v, causal)
 
@@ -92,8 +92,8 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, in the shapes of q, k, v.
 
-    q, o, do: (heads, Nq, D). k, v: (heads, Nk, D). lse: (heads, Nq, 1), as `flash_forward` returns
-    it.
+    q, o, do (o's gradient): (heads, Nq, D). k, v: (heads, Nk, D). lse: (heads, Nq, 1), as
+    `flash_forward` returns it.
     """
     scale = q.shape[-1] ** -0.5
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -117,10 +117,10 @@ def flash_backward(
 
 
 def tile_rows(queries: int, keys: int, causal: bool = False) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield the tiles of an attention matrix, row by row: (queries, [keys of a tile, ...]).
+    """Yield the tiles of an attention matrix: (slice of queries, [slices of keys, a tile each]).
 
-    With `causal`, tiles wholly in the future of a row's queries are left out, and the last tile
-    ends with the last key that one of them sees.
+    With `causal`, tiles wholly in the future of these queries are left out, and the last tile ends
+    with the last key that one of them sees.
     """
     for start in range(0, queries, TILE):
         rows = slice(start, min(start + TILE, queries))
@@ -129,7 +129,7 @@ def tile_rows(queries: int, keys: int, causal: bool = False) -> Iterator[tuple[s
 
 
 def _hidden(q: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
-    """Return what is added to a tile's scores: 0; on the diagonal, -inf for keys in the future."""
+    """Return what is added to a tile's scores: 0; on the diagonal, a mask: -inf in the future."""
     if not causal or columns.start < rows.start:
         return q.new_zeros(())
     size = rows.stop - rows.start, columns.stop - columns.start
@@ -137,15 +137,15 @@ def _hidden(q: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
-    """Reshape each to (heads, N, D), all leading axes in one, in fp32 at least."""
+    """Return each tensor as (heads, N, D), its leading axes made one, in fp32 at least."""
     return [x.reshape(x.shape[:-2].numel(), *x.shape[-2:]) for x in in_fp32(*tensors)]
 
 
 def _tile_memory(q: Tensor, k: Tensor) -> Tensor:
-    """Allocate memory for the scores of the largest tile, of every head."""
+    """Allocate memory for the largest tile's scores of every head: (heads, queries, keys)."""
     return q.new_empty(len(q), min(TILE, q.shape[1]), min(TILE, k.shape[1]))
 
 
 def _cut(tile_memory: Tensor, q_tile: Tensor, k_tile: Tensor) -> Tensor:
-    """Return the part of the memory that this tile takes, a view."""
+    """Return as much of the memory as a tile of these queries and keys needs, a view."""
     return tile_memory[:, : q_tile.shape[1], : k_tile.shape[1]]

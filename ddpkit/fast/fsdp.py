@@ -1,10 +1,10 @@
-"""`ddpkit.fsdp.FSDP` for speed: the same names and results, the same order of collective calls.
+"""`ddpkit.fsdp.FSDP` for speed: the same names, the same order of gathers and reductions.
 
-It adds
-- weights that are also fetched one unit ahead in forward, and a reduction that lasts while the next
-unit computes, for one more unit's gradients in memory;
-- on CPUs a ring of segments as the transport, where none is given: Gloo's own reduce-scatter is an
-all-reduce, and sends twice the bytes.
+Results are the same up to rounding. It adds
+- a forward that also fetches the next unit's weights while this one computes, and a reduction of
+gradients that goes on while backward computes the next unit: one more unit's gradients in memory;
+- on CPUs, where no transport is given, the messages of `ddpkit.fast.ring`: Gloo's own
+reduce-scatter is an all-reduce, and sends twice the bytes.
 """
 
 from torch import nn
@@ -15,9 +15,11 @@ from .ring import RingTransport
 
 
 class FSDP(fsdp.FSDP):
-    """`fsdp.FSDP` that also fetches ahead in forward. transport: None is a ring on CPUs.
+    """`fsdp.FSDP` that also fetches ahead in forward, and reduces while backward goes on.
 
-    Memory: three units' whole weights or gradients at a time, and one unit's gradients more.
+    transport, by keyword only: None is a `RingTransport` on CPUs, PyTorch's collectives elsewhere.
+    Forward fetches ahead in the order of the last step, so from the second step on.
+    Memory at a time, beside the root's: two units' whole weights, and two units' gradients.
     """
 
     overlap = True

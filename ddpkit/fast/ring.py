@@ -1,9 +1,9 @@
-"""`ddpkit.ring` for speed on CPUs, and as a transport that goes on while a rank computes.
+"""`ddpkit.ring` for speed on CPUs, and as a transport whose first hop goes on beside computing.
 
 Chunks travel in segments: while one is added, the next are on their way, and receives are posted
-ahead, so that no sender waits for its receiver. Two ranks with little data swap it in one hop.
-Against the plain ring at 100 MB: docs/measurements.md. The bytes are the same; on GPUs NCCL does
-all this itself, and gets each hop as one batch.
+ahead, so that senders seldom wait for a receiver. Two ranks all-reduce little data in one hop.
+Against the plain ring at 100 MB: docs/measurements.md. The bytes are the same. On GPUs chunks stay
+whole, and NCCL, which cuts them itself, gets each hop's send and receive as one batch.
 """
 
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from ..doubling import doubling_all_reduce
 from ..ring import flat
 
 SEGMENT_BYTES = 4 * 2**20  # long enough to hide what a message costs, short enough for the cache
-AHEAD = 4  # receives posted before they are needed
+AHEAD = 4  # receives that are posted before they are needed
 
 
 def ring_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` over all ranks, on every rank, in place; return `x`.
 
     `ddpkit.ring.ring_all_reduce` with the same bytes in more and shorter messages. Two ranks swap
-    less than `AHEAD` segments whole, in one hop: the same bytes, half the latency.
+    less than 16 MiB (`AHEAD` segments) whole, in one hop: the same bytes, half the latency.
     """
     if dist.get_world_size(group) == 2 and x.nbytes < AHEAD * SEGMENT_BYTES:
         return doubling_all_reduce(x, group)
@@ -52,25 +52,26 @@ def ring_all_reduce(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 class RingTransport:
     """The two functions of `ddpkit.transport`, by messages round a ring.
 
-    Only the first hop travels while a rank computes, as far as `AHEAD` segments; with two ranks it
-    is the only hop. Two trips at once would take each other's messages, so starting one first waits
-    for the end of the one before it.
+    While a rank computes, only the first of W-1 hops goes on, as far as `AHEAD` segments; `wait()`
+    does the rest. Two trips at once would take each other's messages, so starting one first waits
+    for the one before: share one object among all users. It keeps the last trip's tensor alive.
     """
 
     def __init__(self):
         self._last = SimpleNamespace(wait=lambda: None)
 
     def start_reduce_scatter(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
-        """Send the first chunk of a reduce-scatter; wait() of the handle returned does the rest.
+        """Begin to send a reduce-scatter's first chunk; wait() of the returned trip does the rest.
 
-        flat: 1-D, contiguous; as long on every rank. Afterwards this rank's chunk is the sum.
+        flat: 1-D, contiguous, of one length on all ranks. In place: afterwards this rank's chunk
+        is the sum, and the others hold partial sums.
         """
         return self._start(flat, group, gather=False)
 
     def start_all_gather(self, flat: Tensor, group: ProcessGroup | None = None) -> "Trip":
-        """Send the first chunk of an all-gather; wait() of the handle returned does the rest.
+        """Begin to send an all-gather's first chunk; wait() of the returned trip does the rest.
 
-        flat: 1-D, contiguous; as long on every rank. This rank's chunk is sent to all.
+        flat: 1-D, contiguous, of one length on all ranks. In place: afterwards it has all chunks.
         """
         return self._start(flat, group, reduce=False)
 
@@ -81,11 +82,12 @@ class RingTransport:
 
 
 class Trip:
-    """A reduce-scatter, an all-gather or both, round the ring; making it sends the first chunk.
+    """A reduce-scatter, an all-gather or both, in place; making it begins to send the first chunk.
 
-    `wait()` does the rest. In hop h, from 1 on, rank r sends chunk r-h to the right and receives
-    chunk r-h-1 from the left, modulo W. Chunks that arrive in the first W-1 hops are added, later
-    ones stored. Leave `x` alone, and send nothing else round the ring, until `wait()` has returned.
+    `wait()` does the rest. In hop h rank r sends chunk r-h to the right and receives chunk r-h-1
+    from the left, modulo W. Hops 1 to W-1 are the reduce-scatter: what arrives is added. Hops W to
+    2W-2 are the all-gather: it is stored. reduce=False or gather=False leaves one of them out.
+    Leave `x` alone, and send nothing else round the ring, until `wait()` has returned.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup | None, reduce=True, gather=True):
@@ -112,9 +114,9 @@ class Trip:
             self._start(first, self.places[: self.ahead])
 
     def _places_to_receive(self, x: Tensor) -> list[Tensor]:
-        """List the tensors to receive segments into, in the order in which they come.
+        """List the tensors to receive segments into, in the order in which segments come.
 
-        Segments to be added arrive in scratch memory, used in turns; others in `x` itself.
+        Those to be added arrive in scratch memory, used in turns; others in `x` itself.
         """
         adding = sum(hop < self.world_size for hop, _ in self.arrivals)
         scratch = x.new_empty(min(self.ahead, adding), self.longest)
@@ -125,7 +127,7 @@ class Trip:
         return places
 
     def _start(self, outgoing: tuple[Tensor, ...], incoming: list[Tensor]) -> None:
-        """Start to send segments to the right neighbour, and to receive some from the left one."""
+        """Start to send segments to the right, and to receive from the left; keep the handles."""
         to = {"group": self.group, "group_peer": self.right}
         source = {"group": self.group, "group_peer": self.left}
         batch = [dist.P2POp(dist.isend, segment, **to) for segment in outgoing]

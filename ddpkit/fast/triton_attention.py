@@ -1,9 +1,9 @@
 """FlashAttention as Triton kernels: `ddpkit.flash_attention` on a GPU, tiles stay on the chip.
 
-Names and order are those of the PyTorch version; read the two side by side. A *program* is one run
-of a kernel: many run at once, each with a tile of its own that stays in registers while it loops
-over other tiles. The GPU's memory sees q, k, v, do read, and o, lse, delta, dq, dk, dv written;
-scores stay on the chip.
+Letters and order are those of the PyTorch version; read the two side by side. A *program* is one
+run of a kernel: many run at once, each with a tile of its own that stays in registers while it
+loops over other tiles. From the GPU's memory q, k, v, do are read, o, lse, delta written and read
+again, dq, dk, dv written; scores stay on the chip.
 
     kernel              its own tile        loops over          writes
     _forward_kernel     queries             tiles of keys       o, lse
@@ -14,13 +14,13 @@ scores stay on the chip.
 No program adds to what another wrote, so gradients have the same bits in every run. The price:
 backward computes scores twice.
 
-Needs a GPU of compute capability 8.0 or higher; or the interpreter of Triton 3.7 or newer, which
+Needs a GPU of compute capability 8.0 or higher; or the interpreter of Triton 3.6 or newer, which
 runs kernels on the CPU with NumPy: slowly (take N ≤ 256), in fp16 and fp32. Triton uses it for
 kernels that are defined while TRITON_INTERPRET=1 is in the environment. Where torch sees no GPU,
-importing this module sets it, and so for the reader's own kernels as well.
+importing this module sets it unless it has a value, and so for the reader's own kernels as well.
 
-Public as `ddpkit.flash_triton`. Dao 2023 (FlashAttention-2); Tillet,
-Kung and Cox 2019 (Triton). Notebook 09.
+Public as `ddpkit.flash_triton`. Dao 2023 (FlashAttention-2); Tillet, Kung and Cox 2019 (Triton).
+Notebook 09.
 """
 
 import importlib
@@ -56,7 +56,7 @@ if INTERPRETED and triton.__version__.startswith("3.6."):
     _patch = interpreter._patch_lang_tensor
 
     def _patch_and_convert(tensor, scope):
-        """Convert a kernel's whole number as NumPy 2.4 wants it; Triton 3.7 does."""
+        """Patch the class `tensor` as Triton 3.6 does, but with an int() that suits NumPy 2.4."""
         _patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -67,10 +67,10 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
 def _tune(own: str, others: str, tiles: list[tuple[int, int, int, int]]):
-    """Return a decorator: the kernel times all `tiles`, and uses the fastest.
+    """Return a decorator: on its first call the kernel times all `tiles`, and keeps the fastest.
 
-    It does so anew for each D, dtype and octave of lengths. own, others: the names of the kernel's
-    tile sizes. tiles: (own rows, others' rows, warps, stages).
+    It does so anew for each D, dtype, CAUSAL and octave of lengths. own, others: the names of the
+    kernel's tile sizes, "BLOCK_Q" and "BLOCK_K". tiles: (own rows, others' rows, warps, stages).
     """
     if INTERPRETED:
         tiles = [(32, 16, 4, 1)]
@@ -117,7 +117,7 @@ def _store_tile(matrix_ptr, rows, tile, N, D: tl.constexpr, BLOCK_D: tl.constexp
 
 @triton.jit
 def _dot(a, b, acc=None):
-    """Return a @ b + acc in fp32. "ieee": fp32 factors keep all bits, where tf32 would drop 13."""
+    """Return a @ b + acc in fp32; factors in fp32 aren't rounded to tf32, which drops 13 bits."""
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
@@ -130,9 +130,10 @@ def _attend(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add attention to keys `first` to `last` to (acc, ell, m), and return these.
+    """Add keys `first` to `last`, exclusive, to a query tile's state (acc, ell, m); return it.
 
-    MASKED: not every query sees every key of a tile.
+    acc: Σ p·v, ell: Σ p, m: the largest score so far, in base 2. MASKED: some keys of these tiles
+    are hidden from some queries, or beyond the end.
     """
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
@@ -159,7 +160,7 @@ def _forward_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute o and lse of one query tile of one head."""
+    """Compute o and lse, in base 2, of one query tile of one head."""
     head, tile = _head_and_tile(tl.cdiv(Nq, BLOCK_Q), CAUSAL)
     q_ptr, o_ptr, lse_ptr = q_ptr + head * Nq * D, o_ptr + head * Nq * D, lse_ptr + head * Nq
     k_ptr, v_ptr = k_ptr + head * Nk * D, v_ptr + head * Nk * D
@@ -184,7 +185,7 @@ def _forward_kernel(
 
 @triton.jit
 def _head_and_tile(tiles, LAST_FIRST: tl.constexpr):
-    """Choose this program's head and tile: programs of one head share its k and v in the cache."""
+    """Return this program's (head, tile): a head's `tiles` are neighbours, to share the cache."""
     program = tl.program_id(0)
     tile = program % tiles
     if LAST_FIRST:  # causal: the last queries see the most keys; short work fills gaps at the end
@@ -194,7 +195,7 @@ def _head_and_tile(tiles, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _key_range(first_query, Nk, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return two ends: of the key tiles that all queries see whole, and of those that any sees."""
+    """Return two ends: of key tiles that all queries see whole, and of keys that any query sees."""
     full, last = Nk // BLOCK_K * BLOCK_K, Nk
     if CAUSAL:
         full = tl.minimum(full, (first_query + 1) // BLOCK_K * BLOCK_K)
@@ -210,7 +211,7 @@ def _key_range(first_query, Nk, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLO
 def _delta_kernel(
     o_ptr, do_ptr, delta_ptr, N, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr
 ):  # fmt: skip
-    """Compute delta of a tile of rows; N: the rows of all heads."""
+    """Compute delta of a tile of rows; N: the rows of all heads together."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o = _load_tile(o_ptr, rows, N, D, BLOCK_D, True).to(tl.float32)
     do = _load_tile(do_ptr, rows, N, D, BLOCK_D, True).to(tl.float32)
@@ -223,7 +224,7 @@ def _gather_dkdv(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk, dv the part of queries first to last; return them. s, p, dp, ds: key × query."""
+    """Add the part of queries first to last to dk, unscaled, and dv. s, p, dp, ds: key × query."""
     for start in range(first, last, BLOCK_Q):
         queries = start + tl.arange(0, BLOCK_Q)
         q = _load_tile(q_ptr, queries, Nq, D, BLOCK_D, MASKED)
@@ -282,7 +283,7 @@ def _dkdv_kernel(
 
 @triton.jit
 def _query_range(first_key, Nq, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return where query tiles begin to see a key of a tile, to see all of it, and the tail."""
+    """Return from where query tiles see some key of a tile, see all, and pass the last query."""
     first, full, tail = 0, 0, Nq // BLOCK_Q * BLOCK_Q
     if CAUSAL:
         first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, tail)
@@ -296,7 +297,7 @@ def _gather_dq(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the part of keys first to last to dq, tile by tile; return it."""
+    """Add the part of keys first to last to dq, unscaled, tile by tile; return it."""
     for start in range(first, last, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load_tile(k_ptr, keys, Nk, D, BLOCK_D, MASKED)
@@ -380,7 +381,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute softmax(q·kᵀ/√D)·v tile by tile on a GPU, as `ddpkit.flash_attention` does on a CPU.
+    """Compute softmax(q·kᵀ/√D)·v tile by tile on a GPU, as `flash_attention` does in PyTorch.
 
     q: (..., Nq, D). k, v: (..., Nk, D), in fp16, bf16 or fp32, D at most 256. causal: query i sees
     keys up to i. Sums are fp32, the factors of every product have q's dtype. Returns (..., Nq, D),
@@ -389,15 +390,16 @@ def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool = False
     it wrongly. RuntimeError: neither a GPU of compute capability 8.0 or higher nor the interpreter.
 
     Cost: 4 Nq Nk D operations a head, 14 backward; causal about half. Kept for backward: q, k, v,
-    the result, and an fp32 number for each of its rows. What isn't contiguous is copied.
+    the result, and an fp32 number for each of its rows. What isn't contiguous is copied. The first
+    call of a size compiles and times kernels.
     """
     return FlashAttentionTriton.apply(q, k, v, causal)
 
 
 def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
-    """Return the sizes that all kernels need, by argument.
+    """Return {name of an argument: value}, of those that all tuned kernels share.
 
-    octave: for `_tune`, the length to a factor of two.
+    octave: the number of bits of the longer length, by which `_tune` tells lengths apart.
     """
     Nq, Nk, D = q.shape[-2], k.shape[-2], q.shape[-1]
     return {
@@ -413,9 +415,9 @@ def _sizes(q: Tensor, k: Tensor, causal: bool) -> dict[str, float]:
 
 
 def _programs(x: Tensor, block: str):
-    """Return the grid of a kernel: one program for each tile of `block` rows of each head of `x`.
+    """Return a kernel's grid: a program for each tile of each head of `x`. block: "BLOCK_Q", say.
 
-    It is a function of the kernel's sizes, since the tuner chooses the tile.
+    It is a function of the kernel's sizes, since the tuner chooses the tile's rows.
     """
     *heads, N, _ = x.shape
     return lambda sizes: (math.prod(heads) * triton.cdiv(N, sizes[block]),)

@@ -4,8 +4,8 @@ It adds
 - float32 master copies of the shards of half-precision parameters;
 - `clip_grad_norm_`, by the norm of all ranks' shards together;
 - checkpoints that any number of ranks can load, and a plain optimizer;
-- buffers in memory that all ranks see (`ddpkit.fast.transports`), and on CPUs a ring of segments as
-the transport that is used where none is given: half the time of Gloo's own two collectives;
+- buffers in memory that all ranks see, with a transport that makes them (`ddpkit.fast.transports`);
+- on CPUs a ring of segments as the transport, where none is given;
 - refusals: optimizers that look at a parameter as a whole, parameter groups added late.
 """
 
@@ -42,7 +42,7 @@ class Bucket(zero.Bucket):
         return super().zeros()
 
     def mean(self) -> Tensor:
-        """Return the shard's mean gradient; `shard.grad` itself if set, as it may be clipped."""
+        """Return the shard's mean gradient: `shard.grad` if it is set, as it may be clipped."""
         if self.shard.grad is not None:
             return self.shard.grad
         return super().mean().to(self.shard.dtype)  # itself, if the dtype is the same
@@ -54,15 +54,15 @@ class Bucket(zero.Bucket):
     # Checkpoints
 
     def state(self) -> dict[str, object]:
-        """Return {name: value}, the optimizer's state of the shard; its master copy as "master".
+        """Return {name: value}, the optimizer's state of the shard; {} before the first step.
 
-        The master copy is there only with half-precision parameters, after the first step.
+        With half-precision parameters the master copy is in it, as "master".
         """
         found = self.optimizer.state[self.shard]
         return {**found, MASTER: self.shard.detach()} if found and self.half else found
 
     def gather_state(self) -> list[dict]:
-        """Return {name: value} for each parameter, its whole state, gathered from all ranks."""
+        """Return {name: value} for each parameter, its whole state; every rank must call."""
         states = [{} for _ in self.parameters]
         for name, value in self.state().items():
             values = [value] * len(states)  # kept once for all, as a counter of steps
@@ -106,10 +106,11 @@ class ZeroOptimizer(zero.ZeroOptimizer):
     """`zero.ZeroOptimizer` with the additions that the module's docstring lists.
 
     transport: None is a ring of segments on CPUs, torch's own collectives elsewhere.
-    ValueError: an optimizer that isn't elementwise; all that `zero.ZeroOptimizer` refuses.
+    ValueError: Adafactor, LBFGS, Muon or SparseAdam, which aren't elementwise; a group added late;
+    all that `zero.ZeroOptimizer` refuses.
 
-    Gradients are sent and added up in the parameters' dtype. Cost as there; K = 12 for AdamW with
-    half-precision parameters. Notebook 07.
+    Gradients are sent and added up in the parameters' dtype. Cost as of `zero.ZeroOptimizer`; with
+    half-precision parameters AdamW keeps 12 bytes for each, master copy included. Notebook 07.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class ZeroOptimizer(zero.ZeroOptimizer):
         return super().state_bytes() + sum(b.shard.nbytes for b in self.buckets if b.half)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Make the mean gradient of all parameters no longer than `max_norm`; return its length.
+        """Scale the mean gradient to a norm of at most `max_norm`; return the norm that it had.
 
-        Call it after backward, before `step`. Cost: one number all-reduced.
-        `torch.nn.utils.clip_grad_norm_` would find no gradients.
+        Every rank must call, after backward, before `step`. Cost: one number all-reduced.
+        ValueError: a parameter has no gradient. `torch.nn.utils.clip_grad_norm_` would find none.
         """
         self.synchronize()
         gradients = [bucket.shard.grad for bucket in self.buckets]
@@ -151,8 +152,9 @@ class ZeroOptimizer(zero.ZeroOptimizer):
     def state_dict(self) -> dict:
         """Gather the state of all ranks, as `optimizer_cls` without ZeRO would save it.
 
-        Every rank must call. Half-precision parameters also have "master". Save the module as well.
-        Cost: (W-1)/W of the whole state sent by each rank, and KΨ bytes of memory on each.
+        Every rank must call. Half-precision parameters also have "master". The parameters aren't in
+        it: save the module as well. Cost: (W-1)/W of the state sent by each rank, which then has
+        all of it in memory.
         """
         saved = super().state_dict()
         numbers = {parameter: number for number, parameter in enumerate(self.places)}
@@ -165,7 +167,8 @@ class ZeroOptimizer(zero.ZeroOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take this rank's part of a `state_dict`, saved on any number of ranks.
 
-        A plain optimizer's serves as well. Load the module first.
+        A plain optimizer's serves as well. Load the module first: master copies that `state_dict`
+        lacks are made from its parameters.
         ValueError: other groups than here; counters of steps that differ within a bucket.
         """
         super().load_state_dict({**state_dict, "state": {}})

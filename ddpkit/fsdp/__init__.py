@@ -6,10 +6,10 @@
     2        and of the gradients                          (A+1)(W-1)/W with A micro-batches
     3        and of the parameters                         3(W-1)/W with one micro-batch
 
-`layer`: one layer, gathered by hand. `wrapper`: FSDP, for any module. Its parts, from the small to
-the large: `shards` (a parameter), `units` (what travels together), `reduce`, `plan`, `hooks`,
-`agreement` (ranks check that they make the same collective calls), `conductor` (when units are
-gathered and reduced). `state`: checkpoints. `clip`: one norm of all shards.
+`layer`: one layer, gathered by hand. `by_hand`: the ideas of FSDP as functions. `wrapper`: FSDP,
+for any module. Its parts, from the small to the large: `shards` (a parameter), `units` (what
+travels together), `reduce`, `plan`, `hooks`, `agreement` (of ranks, on their collective calls),
+`conductor` (when units are gathered and reduced). `state`: checkpoints. `clip`: one norm of all.
 
 PyTorch's `fully_shard`; DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebooks 07 and 12.
 """

@@ -20,8 +20,9 @@ REMEDY = "All ranks must use the same modules in the same order, in every step."
 class Agreement:
     """The collective calls of one FSDP on this rank, and those on which the group's ranks agreed.
 
-    patience_s: how long to wait for others where a call is new. last: the call before, in this
-    step. followed: {(call, next call)}, all pairs that the ranks agreed on.
+    patience_s: seconds to wait for another rank where, after the first step, a call is new, i.e.
+    hasn't followed on the one before. last: the call before, in this step. followed: {(call, next
+    call)}, all pairs that the ranks agreed on.
 
     It can't notice ranks that choose differently among orders that all of them have had before.
     """
@@ -30,7 +31,7 @@ class Agreement:
         self.group = group
         self.patience_s = patience_s
         self.ranks = dist.get_process_group_ranks(group)
-        self.first_step = True
+        self.first_step = True  # in which every call is compared
         self.last = "the step's begin"
         self.followed: set[tuple[str, str]] = set()
         # Ranks of a group make their FSDPs in one order: a number tells these apart in the store.
@@ -40,10 +41,11 @@ class Agreement:
         self.key += f"/{number}"
 
     def check(self, call: str) -> None:
-        """Return if all ranks make this collective call next; it is given in words.
+        """Return if this rank may make this collective call next, in words ("reduce the root ...").
 
-        ValueError: another rank makes a different call. RuntimeError: it is new here, and another
-        rank makes none that is new within `patience_s`.
+        The ranks compare it in the first step, and later if it hasn't followed on `last` before.
+        ValueError: another rank makes a different call. RuntimeError: after the first step, another
+        rank comes to no new call within `patience_s`.
         """
         pair = self.last, call
         self.last = call
@@ -56,7 +58,7 @@ class Agreement:
         self.followed.add(pair)
 
     def end_step(self) -> None:
-        """Check that all ranks end their step here; later steps compare only calls that are new."""
+        """Check that all ranks end their step here; from now on only new calls are compared."""
         self.check("synchronize")
         self.first_step = False
         self.last = "the step's begin"
@@ -64,7 +66,7 @@ class Agreement:
     def ask(self, last: str, call: str) -> None:
         """Put this rank's new call into the store, and compare it with the other ranks' there.
 
-        Raises the errors of `check`. last: the call before, for their messages.
+        Raises the errors of `check`. last: the call before, for the text of the RuntimeError.
         """
         key = f"{self.key}/{len(self.followed)}"  # the same on all ranks, as long as they agree
         self.store.set(f"{key}/{dist.get_rank()}", call)

@@ -1,15 +1,15 @@
 """FSDP by hand, without hooks: each of its ideas as a function of a few lines.
 
-    gather_rows       a whole parameter, of shards that may be ragged or empty
+    gather_rows       a whole parameter from its shards, of which some may be shorter, or empty
     reduce_rows       this rank's rows of the mean gradient
     sharded_step      forward and backward of blocks, of which one is whole at a time
-    accumulate_rows   several micro-batches, reduced one by one or once
-    backward_calls    the calls of backward in PyTorch's order, as words
+    accumulate_rows   gradients of several micro-batches, reduced one by one or as a sum
+    backward_calls    the names of backward's collective calls, in PyTorch's order
     clip_all          one norm, of sharded gradients and of replicated ones
-    shard_in_place    parameters become shards, and tied ones stay tied
+    shard_in_place    a module's parameters become shards; a tied one stays one parameter
 
-A parameter of `length` rows is cut as by torch.chunk: rank r has rows r·⌈length/W⌉ and the next,
-⌈length/W⌉ of them or what is left. Notebook 12.
+A parameter of `length` rows is cut as by torch.chunk: each of W ranks has ⌈length/W⌉ rows, rank r
+those from r·⌈length/W⌉ on, and the last ranks what is left, perhaps none. Notebook 12.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ def gather_rows(shard: Tensor, length: int, group: ProcessGroup | None = None) -
 
 
 def reduce_rows(gradient: Tensor) -> Tensor:
-    """Reduce-scatter a whole gradient: return this rank's rows of the mean over the ranks."""
+    """Reduce-scatter a whole gradient: return this rank's rows of the mean, without padding."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     rows = -(-len(gradient) // world_size)
@@ -62,7 +62,7 @@ def sharded_step(
     Block n is called as blocks[n](x, weight), weight of lengths[n] rows; loss(y) is a number. Sets
     every shards[n].grad to this rank's rows of the mean gradient; returns the loss, detached.
 
-    Backward computes each block again from its input (notebook 06): nothing whole is kept.
+    Backward computes each block again from its input (notebook 06): no whole weight is kept.
     Cost: two all-gathers and a reduce-scatter for each block.
     """
     # Forward: a weight is whole for one line, and goes with it.
@@ -88,10 +88,10 @@ def sharded_step(
 
 
 def accumulate_rows(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> None:
-    """Add up in `shard.grad` the mean gradient of several micro-batches, in the shard's dtype.
+    """Add to `shard.grad`, in its dtype, the sum of micro-batches' gradients, averaged over ranks.
 
     gradients: this rank's, whole, one for each micro-batch, perhaps in bf16. late: add them up on
-    this rank, and reduce once; otherwise each is reduced as it comes, and nothing whole is kept.
+    this rank, and reduce once; otherwise each is reduced by itself, and only its rows are added up.
     """
     pending = None
     gradients = list(gradients)
@@ -108,9 +108,10 @@ def accumulate_rows(shard: Tensor, gradients: Iterable[Tensor], late: bool) -> N
 def backward_calls(order: Sequence[str], kept: Iterable[str] = ()) -> list[str]:
     """List the collective calls of backward: "AG b1" gathers unit b1, "RS b1" reduces gradients.
 
-    order: units as forward used them, perhaps one of them twice. kept: those whose weights are
-    still whole. When backward enters a unit, its weights must be whole, and those of the unit that
-    comes next are fetched ahead; when it leaves, weights are dropped and gradients reduced.
+    order: units as forward used them, perhaps one twice. kept: those that it left whole. Backward
+    goes from the last to the first. Entering a unit, it gathers this and, ahead of time, the next,
+    unless they are whole; leaving it, it drops the weights and reduces the gradients. For example,
+    ["b0", "b1"] gives ["AG b1", "AG b0", "RS b1", "RS b0"].
     """
     calls = []
     whole = set(kept)
@@ -126,10 +127,10 @@ def backward_calls(order: Sequence[str], kept: Iterable[str] = ()) -> list[str]:
 
 
 def clip_all(shards: Sequence[Tensor], copies: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale a gradient, in place, to a norm of at most `max_norm`; return the norm that it had.
+    """Scale gradients, in place, to a common norm of at most `max_norm`; return the norm before.
 
-    shards: this rank's rows, perhaps none; all ranks' together are a part of the gradient. copies:
-    the other part, whole and alike on every rank, as norms and biases are in some wrappers.
+    shards: this rank's rows of the gradients that are sharded, perhaps none. copies: the gradients
+    that are whole and alike on every rank, as those of norms and biases are in some wrappers.
     """
     squared = torch.zeros((), dtype=torch.float64)
     for shard in shards:
@@ -146,7 +147,8 @@ def clip_all(shards: Sequence[Tensor], copies: Sequence[Tensor], max_norm: float
 def shard_in_place(module: nn.Module) -> None:
     """Replace each parameter of the module by this rank's rows, padded with zeros to ⌈length/W⌉.
 
-    A parameter that is tied, under two names or more, becomes one shard under all of them.
+    A parameter that is tied, under two names or more, becomes one shard under all of them. Frozen
+    ones become trained. A shard that needs no padding is a view, so the whole keeps its memory.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

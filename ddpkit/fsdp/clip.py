@@ -11,7 +11,8 @@ def clip_grad_norm_(
     """Scale a gradient, in place, to a norm of at most `max_norm`; return the norm that it had.
 
     shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
-    same name would take them for the whole. Cost: one number all-reduced. Notebook 07.
+    same name would take them for the whole. They are squared in their dtype: in fp16 a norm of 256
+    overflows, and the gradient becomes 0. Cost: one number all-reduced. Notebook 07.
     """
     # Squares add up over shards, lengths don't.
     squared = nn.utils.get_total_norm(shards) ** 2

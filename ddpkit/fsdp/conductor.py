@@ -20,15 +20,15 @@ from .units import Unit
 class Conductor:
     """The hooks that gather, drop and reduce the units, and what they have to remember.
 
-    units: the root's first. compute_dtype: floating inputs are converted to it; None: they aren't.
-    overlap: forward also fetches one unit ahead, in the order of the last step; and a reduction may
-    last until the next one begins, so two units' gradients are held. Otherwise only backward
-    fetches ahead, and a reduction ends before the next unit computes. The collective calls and
-    their order are the same.
+    units: those of one FSDP, the root's first. compute_dtype: floating inputs are converted to it;
+    None: they aren't. overlap: forward also fetches one unit ahead, in the order of the last step;
+    and a reduction may last until the next one begins, so two units' gradients are held. Otherwise
+    only backward fetches ahead, and a reduction ends before the next unit computes. The collective
+    calls and their order are the same.
 
     syncing: gradients are reduced after backward. keeping: whole weights stay after backward.
-    order: units as forward used them. last_order: as it was in the last step. agreement: of all
-    ranks, on what is gathered and reduced next.
+    order: units as this step's forward used them; last_order: the last step's. agreement: checks
+    that all ranks gather and reduce the same unit next.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class Conductor:
     def before_forward(self, unit: Unit, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather a unit's weights before it computes; return its (args, kwargs), perhaps cast.
 
-        The inputs are also watched, so that backward calls `after_backward(unit)` when it leaves
-        them.
+        Backward calls `after_backward(unit)` once the gradients of these inputs are computed.
         """
         self.gather(unit)
         if self.overlap and not self.in_backward:
@@ -75,9 +74,10 @@ class Conductor:
         return args, kwargs
 
     def after_forward(self, unit: Unit, _, args: tuple, output):
-        """Drop a unit's weights after it has computed, if they aren't kept; return its output.
+        """Drop a unit's weights after it has computed, if `unit.reshard`; return its output.
 
-        The output is watched, so that backward calls `before_backward(unit)` when it enters.
+        Backward calls `before_backward(unit)` once the gradient of this output is computed. With
+        gradients disabled the root's weights are dropped as well; during backward, none are.
         """
         if unit.in_backward:  # a checkpoint calls the unit again: its weights are needed now
             return output
@@ -95,7 +95,7 @@ class Conductor:
         return with_hooks(partial(self.before_backward, unit), output)
 
     def fetch_ahead(self, unit: Unit) -> None:
-        """Begin to gather the unit that followed this one in the last step: only with `overlap`."""
+        """Begin to gather the unit that followed this one, at the same place, in the last step."""
         place = len(self.order)
         pair = self.last_order[place : place + 2]
         if len(pair) == 2 and pair[0] is unit:
@@ -157,7 +157,7 @@ class Conductor:
     def end_backward(self) -> None:
         """End backward: drop and reduce the units that no hook reported as left, the root first.
 
-        Such are units whose inputs need no gradient.
+        Such are units whose inputs need no gradient, and those that weren't used.
         """
         # Token ids need no gradient, so backward never comes to the inputs of what they feed.
         for unit in self.units:
@@ -173,7 +173,7 @@ class Conductor:
     # Between backward and the optimizer's step
 
     def synchronize(self) -> None:
-        """Reduce the gradients that are left, wait for them, and drop all whole weights."""
+        """Drop all whole weights, reduce the gradients that are left and wait; end the step."""
         self.drop()
         for unit in self.units:
             self.reduce(unit)

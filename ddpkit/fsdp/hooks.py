@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 class Then(torch.autograd.Function):
-    """A function that changes nothing, but in backward calls `act()` once all gradients are here.
+    """A function that returns its tensors unchanged, and whose backward calls `act()`, once.
 
-    apply(act, *tensors) returns the tensors. Their gradients are those that it waits for.
+    Call apply(act, *tensors). Backward is here when the gradients of all these are complete.
     """
 
     @staticmethod
@@ -29,16 +29,17 @@ class Then(torch.autograd.Function):
 
 
 def cast(values, dtype: torch.dtype):
-    """Convert every floating tensor in nested tuples, lists and dicts; return the same nesting."""
+    """Return `values`, nested tuples, lists and dicts, with all floating tensors in `dtype`."""
     return tree_map_only(
         Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )
 
 
 def led_through(act: Callable[[], None], values):
-    """Return `values` with all tensors that need a gradient led through one `Then` of `act`.
+    """Return `values`; backward calls `act()` once, when the gradients of all are complete.
 
-    values: nested tuples, lists and dicts.
+    values: nested tuples, lists and dicts, a module's inputs. Tensors that need a gradient are led
+    through one `Then`; if none does, `act` isn't called.
     """
     # All through one node: autograd calls it once, when the last of their gradients is here.
     leaves, structure = tree_flatten(values)
@@ -51,9 +52,10 @@ def led_through(act: Callable[[], None], values):
 
 
 def with_hooks(act: Callable[[], None], values):
-    """Return `values`; backward calls `act()` for each tensor in it whose gradient is complete.
+    """Return `values`; backward calls `act()` each time that the gradient of one is complete.
 
-    values: nested tuples, lists and dicts.
+    values: nested tuples, lists and dicts, a module's outputs. Tensors that need a gradient get
+    hooks, in place; views are led through a `Then` instead.
     """
 
     def hooked(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """ZeRO stage 3 for one layer: its weight is whole only while it computes.
 
-Each rank keeps 1/W of a layer, and gathers, uses and frees the whole, in forward and in backward.
+Each rank keeps 1/W of a layer; it gathers, uses and frees the whole, in forward and in backward.
 
 PyTorch's FSDP (`fully_shard`); DeepSpeed's stage 3. Rajbhandari et al. 2020. Notebook 07.
 """
@@ -14,10 +14,11 @@ from .. import transport as torchs
 
 
 class GatherUseFree(torch.autograd.Function):
-    """A linear layer whose weight is whole only while it computes.
+    """A linear layer for autograd, whose weight is whole only while it computes.
 
-    x: (rows, inputs). shard: this rank's part of weight and bias, for which backward returns its
-    part of the mean gradient. layer: gathers and reduce-scatters. Kept until backward: only `x`.
+    apply(x, shard, layer). x: (rows, inputs). shard: this rank's part of weight and bias; backward
+    returns the same part of their mean gradient. layer: the `ShardedLinear`, which does the
+    messages. Kept until backward: only `x`.
     """
 
     @staticmethod
@@ -39,11 +40,11 @@ class GatherUseFree(torch.autograd.Function):
 class ShardedLinear(nn.Module):
     """A Linear of which every rank keeps 1/W of weight and bias.
 
-    linear: the layer whose values are taken, on the group's first rank; drop it afterwards, or
-    nothing is saved. transport: see `ddpkit.transport`. After backward `shard.grad` is the mean
-    over the ranks, and any elementwise optimizer may update `shard`.
+    linear: all ranks get parts of the first rank's; drop it afterwards, or no memory is saved.
+    transport: see `ddpkit.transport`. After backward `shard.grad` is the mean over the ranks, and
+    any elementwise optimizer may update `shard`.
 
-    Cost per rank: 3(W-1)/W of the parameters sent in forward and backward; the whole layer is in
+    Cost per rank: 3(W-1)/W of the parameters sent in forward and backward; the whole weight is in
     memory only while it computes. Rajbhandari et al. 2020, sections 5.3 and 7.2.2. Notebook 07.
     """
 
@@ -59,14 +60,14 @@ class ShardedLinear(nn.Module):
         self.shard = nn.Parameter(torchs.shard(flat, group).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's outputs, (..., outputs), for x, (..., inputs)."""
+        """Return the layer's outputs, (rows, ..., outputs), for x, (rows, ..., inputs)."""
         rows = x.flatten(0, -2)
         out = GatherUseFree.apply(rows, self.shard, self)
         return out.unflatten(0, x.shape[:-1])
 
     def gather(self) -> list[Tensor]:
         """All-gather and return [weight, bias], or [weight]; drop them to free the memory."""
-        # Only slot `rank` of `flat` need be right: the others are overwritten.
+        # Only part number `rank` of `flat` need be right: the others are overwritten.
         flat = self.shard.detach().repeat(dist.get_world_size(self.group))
         self.transport.start_all_gather(flat, self.group).wait()
         numels = [shape.numel() for shape in self.shapes]
@@ -74,13 +75,16 @@ class ShardedLinear(nn.Module):
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def reduce_scatter(self, gradients: list[Tensor]) -> Tensor:
-        """Sum the gradients of weight and bias over the ranks; return this rank's part of them."""
+        """Sum the gradients of weight and bias over the ranks; return this rank's part of the sum.
+
+        It is a view, so the whole tensor that was sent stays in memory as long as the part does.
+        """
         flat = self.flatten(gradients)
         self.transport.start_reduce_scatter(flat, self.group).wait()
         return torchs.shard(flat, self.group)
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
-        """Return the tensors end to end, padded with zeros so that W divides the length."""
+        """Return weight and, if there is one, bias end to end, then zeros to a multiple of W."""
         tensors = tensors[: len(self.shapes)]  # a layer without bias has no gradient of one
         flat = torch.cat([part.flatten() for part in tensors])
         padding = -len(flat) % dist.get_world_size(self.group)

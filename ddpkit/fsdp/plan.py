@@ -13,7 +13,7 @@ from .shards import Place, Sharded
 def default_units(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Yield the names of the units unless others are given: the children that have parameters.
 
-    In place of a ModuleList come its elements. prefix: is put before each name.
+    In place of a ModuleList come its elements ("blocks.0"). prefix: is put before each name.
     """
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
@@ -26,7 +26,8 @@ def plan_units(module: nn.Module, wrap: Iterable[str] | None = None) -> dict[str
     """Assign parameters to units: return {unit: its parameters}, all by name, the root, "", first.
 
     wrap: names of submodules that are units; None: see `default_units`. A parameter belongs to the
-    innermost unit around all modules that have it: one that is tied across units to the root.
+    innermost unit around all modules that have it: one tied across two units to a unit around both,
+    mostly the root. A unit without any is left out, but for the root.
     ValueError: a name in `wrap` isn't a submodule's.
     """
     names = list(default_units(module)) if wrap is None else list(wrap)
@@ -49,7 +50,7 @@ def are_within(names: list[str], unit: str) -> bool:
 
 
 def places_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return {first name of a parameter: all its names}: several if it is tied."""
+    """Return {first name of a parameter: all its names}; one that is tied has several."""
     first_names = {}  # of each parameter: `named_parameters` keeps only these
     places = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -59,7 +60,7 @@ def places_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def place(module: nn.Module, name: str) -> Place:
-    """Return (module, attribute) for a parameter's name."""
+    """Return a parameter's module and its name there: for "0.bias" (module "0", "bias")."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
@@ -68,11 +69,12 @@ def place(module: nn.Module, name: str) -> Place:
 
 
 def materialise(module: nn.Module, name: str) -> None:
-    """Give a module's own parameters and buffers memory and values, if they are on `meta`.
+    """Give a module's own parameters and buffers memory and values, if any is on the meta device.
 
-    The values are those of its `reset_parameters()`, on the current GPU, or CPU. Tied parameters
-    stay tied, and an optimizer that holds them keeps them. name: the module's. ValueError: it has
-    no reset_parameters.
+    `reset_parameters()` draws the values, also of those that had some, on the current GPU with
+    NCCL, otherwise on the CPU. Parameters stay the same objects, so ties and an optimizer's
+    references hold. Its submodules are left alone. name: the module's, for the error. ValueError:
+    one is on the meta device, and the module has no reset_parameters.
     """
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(tensor.is_meta for tensor in own):
@@ -97,8 +99,8 @@ def materialise(module: nn.Module, name: str) -> None:
 def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str, Sharded]:
     """Cut all parameters of a module, in place; return {name: `Sharded`}.
 
-    Values are those of the group's first rank. Each parameter is cut as soon as it has values, so
-    no more than one module's are whole at a time. Cost: a broadcast for each parameter.
+    Values are those of the group's first rank. If on the meta device, a submodule's get memory just
+    before they are cut: only these, and tied ones, are whole then. Cost: a broadcast for each.
     """
     parameters = dict(module.named_parameters())
     tied = places_of(module)
@@ -117,6 +119,6 @@ def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str,
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup | None) -> None:
-    """Overwrite these tensors with those of the group's first rank; all ranks must call."""
+    """Overwrite these tensors with those of the group's first rank; all of its ranks must call."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)

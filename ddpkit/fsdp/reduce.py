@@ -1,7 +1,9 @@
 """Reduce the gradients of a unit: from whole ones on every rank to each rank's part of their mean.
 
-Pending gradients, in the reduce dtype, are copied into one flat tensor, rank after rank, are
-reduce-scattered, divided, cast to the shards' dtype, and only then added. Notebook 12.
+A unit is the parameters that travel in one message. Their pending gradients, not yet sent, are
+copied into one flat tensor of the reduce dtype: the parts for rank 0, those for rank 1, and so on.
+It is reduce-scattered and divided, and this rank's part, cast to the shards' dtype, is added to
+`shard.grad`. Notebook 12.
 """
 
 import torch
@@ -16,7 +18,7 @@ from .units import Unit
 class Reduction:
     """The gradients of a unit on their way to the shards.
 
-    Making one sends them; `finish` waits, and adds this rank's part of the mean to `shard.grad`.
+    Making one begins to send them, except on one rank; `finish` waits for them and adds them.
     """
 
     def __init__(self, unit: Unit):
@@ -24,7 +26,7 @@ class Reduction:
         self.trained = unit.trained
         world_size = dist.get_world_size(unit.group)
         before, self.after = divisors(unit.reduce_dtype, world_size)
-        # Gradients go into one message, whole, and only then are divided.
+        # In PyTorch's order: rounded to the reduce dtype in the message, and divided only then.
         self.flat = self.pack()
         if before != 1:
             self.flat /= before
@@ -38,10 +40,10 @@ class Reduction:
         return [entry.numel for entry in self.trained]
 
     def pack(self) -> Tensor:
-        """Return a message of the unit's pending gradients, in the order of the reduce-scatter.
+        """Return a message of the unit's pending gradients: 1-D, in W equal parts, one a rank.
 
-        Zeros are padding, and stand for parameters without a gradient. Nothing is pending
-        afterwards.
+        A part has zeros as padding and for parameters without a gradient. Afterwards no gradient
+        is pending.
         """
         unit = self.unit
         numel = unit.world_size * sum(self.numels)
@@ -49,14 +51,17 @@ class Reduction:
         for entry, parts in zip(self.trained, unit.by_rank(flat, self.numels), strict=True):
             if entry.pending is None:
                 continue
-            # Whose rows: the last ranks may have fewer, or none.
+            # A part of the rows goes to each rank; the last ranks may get fewer, or none.
             for part, rows in zip(parts, as_rows(entry.pending).split(entry.rows), strict=False):
                 part[: rows.numel()].copy_(rows.flatten())
             entry.pending = None
         return flat
 
     def finish(self) -> None:
-        """Wait for the sum, and add this rank's part of the mean to each `shard.grad`."""
+        """Wait for the sum, and add this rank's part of the mean to each `shard.grad`.
+
+        A parameter to which no rank brought a gradient gets zeros. The message's memory is freed.
+        """
         if self.work is not None:
             self.work.wait()
         # The mean in the reduce dtype, then cast, then added: PyTorch's order of roundings.
@@ -70,9 +75,9 @@ class Reduction:
 def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
     """Return (before, after): the numbers to divide by before and after a sum over W ranks.
 
-    Together they make it a mean. fp16 has numbers from 6e-8 to 65504: dividing by about √W before
-    the sum and by the rest afterwards stays away from both ends, as PyTorch does. In every other
-    dtype it is all done afterwards.
+    Together they make it a mean. fp16 has numbers from 6e-8 to 65504 only, so there the sum is
+    divided by about √W before and by the rest after, to stay away from both ends, as PyTorch does
+    (for 8 ranks: 4 and 2). In every other dtype all is divided after.
     """
     if dtype != torch.float16:
         return 1, world_size

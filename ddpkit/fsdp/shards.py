@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]  # where a parameter hangs: module, attribute
+Place = tuple[nn.Module, str]  # a module that has a parameter, and the attribute's name there
 
 PAST_THE_HOOKS = (
     "rank {rank} computed with its shard of {name} as if it were the whole: a module was used "
@@ -18,11 +18,12 @@ PAST_THE_HOOKS = (
 class Sharded:
     """One parameter: `shard`, this rank's rows, and `whole`, which has memory only while in use.
 
-    shard: the module's own nn.Parameter, shortened in place, so that an optimizer that holds it
-    goes on working. shape: of the whole. rows, numel: of one rank's part, padding included. own:
-    this rank's rows in the whole, a slice. places: the modules and attributes that it hangs on,
+    shard: the module's own nn.Parameter, cut in place to this rank's rows, so that an optimizer
+    that holds it goes on working. whole: set by `Unit`. shape: of the whole. rows, numel: the
+    numbers of rows and elements of one rank's part, padding included. own: this rank's rows in the
+    whole, a slice, perhaps empty. places: the modules that have it, each with the attribute's name;
     several if it is tied. used: whether a gradient has come in this step. pending: its whole
-    gradient, added up until it is sent.
+    gradient on this rank, added up until it is sent, or None.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, places: list[Place], group):
@@ -45,21 +46,21 @@ class Sharded:
             parameter.register_post_accumulate_grad_hook(self.refuse)
 
     def refuse(self, parameter: nn.Parameter) -> None:  # autograd never meets a shard, but by a bug
-        """Raise RuntimeError: autograd gives a gradient to a shard only if a module is misused."""
+        """Raise RuntimeError: autograd calls it if a shard gets a gradient, so by a misuse."""
         parameter.grad = None
         raise RuntimeError(PAST_THE_HOOKS.format(rank=dist.get_rank(), name=self.name))
 
     def load(self, whole: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter into the shard."""
+        """Copy this rank's rows of a whole parameter into the shard; call it under `no_grad`."""
         self.shard.copy_(as_rows(whole)[self.own])
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Put `parameter`, the shard or the whole, into all modules that have this one."""
+        """Set the attributes at all `places` to `parameter`, which is the shard or the whole."""
         for module, attribute in self.places:
             setattr(module, attribute, parameter)
 
     def take_gradient(self, dtype: torch.dtype) -> None:
-        """Take the gradient that backward has left in `whole`; add it, as `dtype`, to `pending`."""
+        """Move the gradient in `whole.grad`, if any, to `pending`, which adds up in `dtype`."""
         gradient = self.whole.grad
         if gradient is None:
             return
@@ -72,7 +73,7 @@ class Sharded:
             self.pending += gradient
 
     def add(self, part: Tensor) -> None:
-        """Add this rank's part of a mean gradient, with its padding, to the shard's gradient."""
+        """Add a part of a mean gradient, 1-D and perhaps padded, to `shard.grad` (or set it)."""
         gradient = part[: self.shard.numel()].view_as(self.shard)
         if self.shard.grad is None:
             self.shard.grad = gradient
@@ -81,5 +82,5 @@ class Sharded:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return `x`; a scalar as one row."""
+    """Return `x`; a scalar as one row, a view of shape (1,)."""
     return x if x.dim() else x[None]

@@ -1,4 +1,4 @@
-"""State of a sharded model: whole parameters, and checkpoints that any number of ranks can load.
+"""Checkpoints of a sharded model, which any number of ranks can load, or a plain module.
 
     save(folder, model, optimizer)      every rank writes its shards
     load(folder, model, optimizer)      on any number of ranks, or into a plain module
@@ -20,16 +20,17 @@ from .wrapper import FSDP
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return {name: parameter}: FSDP's shards, or a plain module's, by the same names."""
+    """Return {name: parameter}, by a plain module's names; FSDP's are the shards, after `drop`."""
     module = model.module if isinstance(model, FSDP) else model
     return dict(module.named_parameters())
 
 
 def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
-    """Return all that a checkpoint holds, as views: saved as they are, written into by `load`.
+    """Return what a checkpoint holds, tensors as views, into which `load` reads.
 
-    {"parameters": {name: value}, "buffers": {name: value}, "optimizer": {name: {key: value}},
-    "options": of the optimizer's groups}, each value a DTensor where ranks have shards of it.
+    {"parameters": {name: value}, "buffers": {name: value}}; of an optimizer also "optimizer":
+    {parameter's name: {key: value}} and "options", a list of dicts. Values of which ranks have
+    shards are DTensors. FSDP's whole weights are dropped first.
     """
     if isinstance(model, FSDP):
         model.drop()  # the modules show the shards
@@ -61,9 +62,10 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def shard_viewer(model: nn.Module):
-    """Return a function of (name, this rank's tensor) that makes the DTensor it is a part of.
+    """Return a function f(name, shard) that returns the DTensor of which the shard is a part.
 
-    If the model is plain it returns the tensor itself.
+    name: a parameter's. shard: this rank's rows of it, or of its moments, whose memory the DTensor
+    shares. If the model is plain, f returns the tensor itself, or a view of 1 row of a scalar.
     """
     if not isinstance(model, FSDP):
         return lambda name, local: local if local.dim() else local[None]
@@ -92,6 +94,7 @@ def save(
 ) -> None:
     """Write a checkpoint: each rank its shards of parameters and optimizer state; all must call.
 
+    Of what isn't sharded, such as buffers, one rank's is written. ValueError: no process group.
     RuntimeError: a rank calls alone (on Gloo; waits `patience_s` for the others).
     """
     import torch.distributed.checkpoint as dcp
@@ -108,9 +111,10 @@ def load(
 ) -> None:
     """Read a checkpoint into an FSDP model, on any number of ranks, or into a plain module.
 
-    An optimizer that has taken no step yet gets its state made first: PyTorch fills what is there,
-    and would drop the moments without a word (KempnerForge#115).
-    ValueError: the checkpoint is another model's.
+    All ranks of an FSDP must call. optimizer: also gets its options, such as the learning rate. If
+    it has taken no step yet, its state is made first, and gradients are dropped: PyTorch fills only
+    what is there, and would leave out the moments without a word (KempnerForge#115).
+    ValueError: parameters have other names or shapes. CheckpointException: another part is missing.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -139,7 +143,7 @@ def load(
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state by a step that changes nothing: no gradient, no learning rate."""
+    """Make an optimizer's state, if it has none, by a step at a rate of 0; drop the gradients."""
     if optimizer.state:
         return
     # A rate and a gradient of zero: weight decay also multiplies by the rate.
@@ -158,7 +162,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_fits(saved: Mapping, state: dict) -> None:
-    """Raise ValueError unless the checkpoint has these parameters, in these shapes."""
+    """Raise ValueError unless `saved`, a checkpoint's metadata, has all of `state`'s parameters.
+
+    Their names and shapes are compared, but neither buffers nor the optimizer's state.
+    """
     there = {}
     for key, about in saved.items():
         kind, _, name = key.partition(".")

@@ -4,8 +4,8 @@ Each parameter is cut along its first axis into W parts of ⌈d/W⌉ rows, the l
 empty. A message holds, rank after rank, the parts of all parameters of a unit, each padded to its
 full number of rows: the layout of PyTorch's `fully_shard`, and so the same bytes.
 
-    gather    W messages' parts -> whole weights, in the compute dtype, shown by the modules
-    drop      the memory of the whole weights is given back, and modules show the shards
+    gather    shards of W ranks -> whole weights, in the compute dtype, which the modules use now
+    drop      the memory of the whole weights is given back, and the modules have the shards
     reduce    whole gradients -> each rank's part of their mean, added to `shard.grad`
 
 Notebook 12.
@@ -21,13 +21,14 @@ from .shards import Sharded
 
 
 class Unit:
-    """Parameters that are gathered by one message, dropped together, and reduced by one message.
+    """Parameters of a module: one all-gather gathers them, one reduce-scatter their gradients.
 
-    compute_dtype: of what is gathered; None: the parameters' own. reduce_dtype: of what is reduced;
-    None: the compute dtype. transport: as in `ddpkit.transport`.
+    compute_dtype: of the whole weights; None: the parameters' own. reduce_dtype: in which gradients
+    are sent; None: the compute dtype. transport: as in `ddpkit.transport`.
     ValueError: the parameters have several dtypes.
 
-    Memory beyond the shards: W padded parts while it is whole, twice that while it is gathered.
+    Memory beyond shards and gradients: W padded parts while the weights are on their way or whole,
+    twice that while `gather` copies them.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class Unit:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def by_rank(self, flat: Tensor, numels: list[int]) -> tuple[Tensor, ...]:
-        """View a message as one (W, numel) tensor for each parameter: row r is rank r's part."""
+        """View a 1-D message as a (W, numel) tensor for each parameter: row r is rank r's part."""
         return flat.view(self.world_size, -1).split(numels, dim=1)
 
     # Gather and drop
 
     @property
     def needs_gather(self) -> bool:
-        """Return whether the weights are neither here nor on their way."""
+        """Return whether there are weights, and they are neither whole nor on their way."""
         return bool(self.sharded) and not self.is_whole and self.gathering is None
 
     def start_gather(self) -> None:
@@ -90,7 +91,7 @@ class Unit:
         self.gathering = self.send_shards(self.dtype)
 
     def send_shards(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | None]:
-        """Begin to all-gather this rank's shards, in `dtype`; return the message and its handle."""
+        """Begin to all-gather the shards, in `dtype`; return (message, handle or None)."""
         flat = self.new_flat(dtype)
         own = torchs.shard(flat, self.group).zero_()  # and the padding
         for part, entry in zip(own.split(self.numels), self.sharded, strict=True):
@@ -101,7 +102,7 @@ class Unit:
         return flat, self.transport.start_all_gather(flat, self.group)
 
     def gather(self) -> None:
-        """Wait until the weights are whole, and put them into the modules instead of the shards."""
+        """Wait for the gather, if one has begun, and put the whole weights into the modules."""
         self.check_fresh()
         if self.gathering is None:
             return
@@ -119,7 +120,7 @@ class Unit:
         self.is_whole = True
 
     def check_fresh(self) -> None:
-        """Raise RuntimeError if the shards were updated since they were gathered."""
+        """Raise RuntimeError if whole weights are old: their shards have been updated since."""
         now = [entry.shard._version for entry in self.sharded]
         if self.is_whole and self.sharded and self.versions != now:
             raise RuntimeError(
@@ -128,7 +129,7 @@ class Unit:
             )
 
     def drop(self) -> None:
-        """Give the memory of the whole weights back; the modules have the shards again."""
+        """Free the whole weights, also those on their way; the modules have the shards again."""
         if self.gathering is not None:  # begun, and not needed after all
             _, work = self.gathering
             self.gathering = None
@@ -141,7 +142,7 @@ class Unit:
             self.is_whole = False
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Gather the whole parameters once, in the shards' dtype; return {name: a copy}."""
+        """All-gather the whole parameters, in the shards' dtype; return {name: a copy}."""
         if not self.sharded:
             return {}
         flat, work = self.send_shards(self.shard_dtype)
@@ -149,7 +150,7 @@ class Unit:
             work.wait()
         found = {}
         for entry, parts in zip(self.sharded, self.by_rank(flat, self.numels), strict=True):
-            rows = parts.reshape(-1)[: entry.shape.numel()]  # a copy: parts lie apart
+            rows = parts.reshape(-1)[: entry.shape.numel()]  # a copy where parts lie apart
             found[entry.name] = rows.clone().view(entry.shape)
         return found
 
@@ -169,9 +170,9 @@ class Unit:
 
 
 def one_dtype_of(name: str, sharded: list[Sharded]) -> tuple[torch.dtype, torch.device]:
-    """Return the one dtype and device of these parameters; ValueError if there are several.
+    """Return the dtype of all parameters, and the device of the first; torch's defaults for none.
 
-    No parameters: torch's defaults. name: of the unit, for the error.
+    name: of the unit, for the error. ValueError: there are several dtypes; devices aren't compared.
     """
     tensors = [entry.shard for entry in sharded] or [torch.empty(0)]
     for entry in sharded:

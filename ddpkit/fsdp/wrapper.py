@@ -1,16 +1,16 @@
 """Fully sharded data parallelism: weights are whole only while their unit computes.
 
     model = FSDP(model)                             # each rank keeps 1/W of every parameter
-    optimizer = AdamW(model.parameters(), lr=1e-3)  # any elementwise one: of shards
+    optimizer = AdamW(model.parameters(), lr=1e-3)  # any elementwise one; it gets the shards
     loss = model(inputs).square().mean()            # AG b0, AG b1, AG b2: used, dropped
     loss.backward()                                 # AG b2, AG b1, RS b2, AG b0, RS b1, RS b0
-    model.synchronize()                             # every shard.grad is the mean over the ranks
+    model.synchronize()                             # each shard's .grad is the mean over the ranks
     optimizer.step()
 
 AG b2 gathers unit b2, RS b2 reduce-scatters its gradients. AG b1 comes before RS b2: the next
 unit's weights are fetched while this one still computes.
 
-PyTorch's `fully_shard`, of which these are the calls, their order and their bytes. Rajbhandari et
+PyTorch's `fully_shard` makes the same calls, in the same order, with as many bytes. Rajbhandari et
 al. 2020 (ZeRO stage 3); Zhao et al. 2023 (FSDP). Notebook 12.
 """
 
@@ -43,18 +43,21 @@ class FSDP(nn.Module):
     the optimizer's state keep the parameters' dtype.
     reshard_after_forward: drop whole weights between forward and backward; None: all but the
     root's.
-    wrap: the names of the submodules that are units; None: each child with parameters, a ModuleList
-    counting as its elements. Parameters outside these belong to the root's unit.
+    wrap: the names of the units, submodules whose weights are gathered and dropped together; None:
+    each child with parameters, a ModuleList counting as its elements. Parameters outside these, or
+    tied across them, belong to the root's unit.
     transport: sends the messages (`ddpkit.transport`).
 
     `.module` has the shards under the original names, cut along the first axis; all begin with the
-    values of the group's first rank. A module on the meta device is made unit by unit, by the
-    `reset_parameters` of its modules. Call modules, never their methods: hooks do the work.
-    ValueError: this rank isn't in `group`; modules differ between ranks; a wrong name in `wrap`; in
-    the first step, ranks use units in different order.
-    RuntimeError: a shard was computed with; later, a rank alone leaves the order it had so far.
+    values of the group's first rank. What is on the meta device is made submodule by submodule, by
+    its `reset_parameters`. Call modules, never their methods: hooks do the work.
+    ValueError: this rank isn't in `group`; parameters differ between ranks in name, shape or dtype;
+    a unit has several dtypes; there is an FSDP inside; `wrap` has a wrong name; in the first step,
+    ranks use units in different order.
+    RuntimeError: a module was called past its hooks, and computed with a shard; the optimizer
+    stepped while weights were whole; later, a rank alone leaves the order of units it had so far.
 
-    Cost per rank: 3(W-1)/W of the parameters sent in a step, two units whole at a time.
+    Cost per rank: 3(W-1)/W of the parameters sent in a step; whole are two units and the root's.
     """
 
     overlap = False  # of a unit's reduction with the next unit's backward: see `Conductor`
@@ -101,11 +104,11 @@ class FSDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self, gradients: bool = True, weights: bool = False) -> Iterator[None]:
-        """Leave out, for the micro-batches inside, what only the last one must do.
+        """Leave to a later micro-batch the reduction of gradients, or the dropping of weights.
 
-        gradients: add up whole gradients on each rank, and reduce nothing: `synchronize` or a
-        backward outside will. weights: keep whole weights after backward, for the next forward.
-        Cost in memory: the whole model's gradients; the whole model's weights.
+        gradients: add up whole gradients on each rank; `synchronize`, or a backward outside, will
+        reduce them. weights: keep whole weights after backward, for the next forward; the same two
+        will drop them. Cost in memory: the whole model's gradients; the whole model's weights.
 
         PyTorch's `set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`.
         """
@@ -124,7 +127,8 @@ class FSDP(nn.Module):
     def synchronize(self) -> None:
         """Reduce the gradients that are left, drop all weights: after backward, before the step.
 
-        Inside `no_sync` it does nothing. ValueError: a trained parameter has no gradient.
+        While `no_sync` adds up gradients, it does nothing. All ranks must call. ValueError: a
+        trained parameter has had no gradient since the last call.
         """
         if not self.conductor.syncing:
             return
@@ -143,8 +147,8 @@ class FSDP(nn.Module):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a norm of at most `max_norm`; return the norm that it had.
 
-        Call it after `synchronize`. Cost: one number all-reduced. torch.nn.utils' function would
-        take shards for the whole.
+        In place, after `synchronize`, on all ranks. Cost: one number all-reduced. The function in
+        torch.nn.utils would compute the norm of this rank's shards alone.
         """
         shards = [p.grad for p in self.module.parameters() if p.grad is not None]
         return clip_grad_norm_(shards, max_norm, self.group)
@@ -152,7 +156,7 @@ class FSDP(nn.Module):
     # Whole parameters
 
     def drop(self) -> None:
-        """Drop all whole weights: `.module` has the shards."""
+        """Drop all whole weights, so that `.module` has the shards again."""
         self.conductor.drop()
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -163,8 +167,8 @@ class FSDP(nn.Module):
     def full_parameters(self) -> dict[str, Tensor]:
         """Return {name: whole parameter, in the shards' dtype}, on every rank; all must call.
 
-        Cost: as an all-gather of each unit, and the memory of the whole model.
-        RuntimeError: a rank calls alone (on Gloo).
+        Cost: an all-gather of each unit, and the memory of the whole model on every rank.
+        RuntimeError: a rank calls alone (on Gloo, after 10 s).
         """
         # A rank that calls alone gets an error before it can hang in the first gather.
         check_all_call("full_parameters", self.group)
@@ -178,7 +182,7 @@ class FSDP(nn.Module):
     def load_full_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Copy this rank's rows of whole parameters, {name: tensor}, into its shards.
 
-        Nothing is sent, so every rank must call. ValueError: names or shapes are another model's.
+        Nothing is sent: all ranks must call, with all values. ValueError: other names or shapes.
         """
         theirs = {name: tuple(value.shape) for name, value in values.items()}
         mine = {name: tuple(shape) for name, shape in self.shapes().items()}
@@ -189,7 +193,7 @@ class FSDP(nn.Module):
                 entry.load(values[entry.name])
 
     def state_dict(self, *args, **kwargs) -> dict:
-        """Refuse: it would hold 1/W of the model."""
+        """Raise RuntimeError: it would hold 1/W of the model. The error names other ways."""
         raise RuntimeError(
             f"state_dict() on rank {dist.get_rank()} would hold this rank's shards alone. Take "
             "full_parameters() on every rank and save them on one, or ddpkit.fsdp.save."

@@ -4,10 +4,11 @@
     python -m ddpkit.debug --world-size 4 train.py ARGS         # without torchrun
 
 The wire is the process group that records every collective call and message. The script stays as it
-is, with its own `init_process_group`. The ranks of a machine share a file, the board, in which each
-writes its state and its calls; those of ranks on other machines come through torch.distributed's
-store. One rank prints the report, and all ranks exit with code 1, so that torchrun can restart
-them.
+is: its own `init_process_group` makes the wire. The ranks of a machine share a file, the board, in
+which each writes its state and its calls; those of ranks on other machines come through
+torch.distributed's store. If a rank fails, or ranks can never go on, one rank prints the report and
+all exit with code 1, so that torchrun can restart them; a rank that called sys.exit(3), with 3.
+Waits that may still end are only reported.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from .session import Session
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options of a command line, with the script and its own arguments."""
+    """Return the options of a command line, with the script and its own arguments.
+
+    arguments: None are those of the process. A wrong command line ends the process with code 2.
+    """
     prog = "python -m ddpkit.debug"
     says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog=prog, description=says)
@@ -43,11 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the script that the command line names, as one rank whose calls are watched.
 
     With --world-size, start that many ranks by torchrun instead; each of them comes here again.
-    Return when the script has ended and all ranks are done.
+    Return when the scripts of all ranks have ended; if this one fails, end the process.
 
     arguments: those of the command; None: the process's own.
-    SystemExit: there is no such script or folder, the link is unknown, or torchrun didn't start
-        this process; the message says what to do.
+    SystemExit: there is no such script, no folder for the trace, no link (an emulated network) of
+        that name, or torchrun didn't start this process; the message says what to do.
     """
     options = parse(arguments)
     if not Path(options.script).is_file():

@@ -45,9 +45,9 @@ def explain(dumps: dict[int, dict]) -> str:
 
 
 def _everybody(dumps: dict[int, dict]) -> list[int]:
-    """Return all ranks of the world, from 0 to the last that a dump or a group in one names.
+    """Return all ranks of the world, from 0 to the largest that has a dump or is in a dump's group.
 
-    ValueError: a group has no ranks, or a file's number is no rank of the run.
+    ValueError: a group lacks "ranks", or a dump's rank is too large or in none of its groups.
     """
     everybody = set()
     for rank, dump in dumps.items():
@@ -80,8 +80,8 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
     This is needed because a dump counts messages differently on the two sides.
 
     calls: for each dump, the records of its rank.
-    from_the_start: whether the dumps hold every call. Otherwise earlier messages are unknown, and
-        the first open message of the one side is taken for that of the other.
+    from_the_start: whether the dumps hold every call. Otherwise earlier messages are unknown: the
+        last complete message on one side is taken for the last complete one on the other.
     """
     done = []
     most = Counter()
@@ -97,10 +97,10 @@ def _count_messages(calls: list[list[Record]], from_the_start: bool) -> None:
 
 
 def _fill(board: Board, rank: int, records: list[Record]) -> None:
-    """Write a rank's calls to the board as if made here; the first open one is where it waits.
+    """Write a rank's calls to the board, the file in which live ranks would record them.
 
-    Calls more than half of `SLOTS` after the open one are left out, since the board keeps only the
-    last ones.
+    The rank waits in its first open call. Calls 128 or more (half of `SLOTS`) after that are left
+    out, since the board keeps only the last 256 (SLOTS).
     """
     board.set_state(rank, RUNNING)
     waiting = next((n for n, record in enumerate(records) if record.done is None), None)
@@ -144,7 +144,7 @@ def _report(look: Look, silent: set[int]) -> str:
 def _first(waiting: list[Situation]) -> tuple[Situation, list[int]]:
     """Return the situation with the oldest open call, and the ranks that wait in that call.
 
-    waiting: the situations of ranks that wait; each has a `call`.
+    waiting: a `Situation`, the state of a rank and its `call`, for each rank that waits.
     """
     first = min(waiting, key=lambda s: s.call.issued)
     call = first.call.channel, first.call.seq
@@ -193,14 +193,14 @@ def _all_came(look: Look, first: Situation, inside: list[int]) -> tuple[str, str
 
 
 def _who(ranks: list[int], verb: str, of_many: str) -> str:
-    """Return ranks and verb in agreement: 'rank 1 waits', 'ranks 0 and 1 wait'."""
+    """Return ranks with a verb, `of_many` after several: 'rank 1 waits', 'ranks 0 and 1 wait'."""
     return f"{name_ranks(ranks)} {verb if len(ranks) == 1 else of_many}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the explanation of the dumps or logs at a path; return the exit code.
 
-    The code is 0, or 1 if the path can't be read: then the error is printed.
+    The code is 0, or 1 if the path can't be read: then the error is printed, to stderr.
 
     arguments: the path, as a list; None: the process's own arguments.
     """

@@ -3,9 +3,9 @@
     run.flight_recorder("dumps/")
     torchfrtrace dumps/  # or python -m torch.distributed.flight_recorder.fr_trace dumps/
 
-One thing differs from NCCL's recorder: messages between two ranks are in a group of these two. The
-analyser compares the calls of all members of a group, and so finds the rank that is missing. In the
-group of all ranks it would expect every rank to take part in each message.
+Messages between two ranks are in a group of these two here, unlike in NCCL's recorder: the analyser
+compares the calls of all members of a group, and so finds the rank that is missing. In the group of
+all ranks it would expect every rank to take part in each message.
 """
 
 import pickle
@@ -22,9 +22,9 @@ NAMES = {"barrier": "all_reduce_barrier"}  # {our op: the analyser's name for it
 def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: float) -> None:
     """Write a dump for each rank, `rank_0`, `rank_1`, ..., into `folder`.
 
-    The folder is created if necessary. A rank may keep only its last calls. In each group and
-    between each two ranks, the calls before the first one that all ranks still have are left out,
-    so that the analyser doesn't take them for missing.
+    The folder is created if necessary; other files in it stay. A rank may keep only its last calls.
+    In each group and between each two ranks, the calls before the first one that all ranks still
+    have are left out, so that the analyser doesn't take them for missing.
 
     wire: for each rank, its records.
     clock_s: the offset from `time.perf_counter()` to the time of day.
@@ -74,9 +74,10 @@ def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
 
 
 def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) -> dict:
-    """Return the dump's entry for a call, without its numbers and its group, which `dump_of` adds.
+    """Return the dump's entry for a call, without its ids and its group, which `dump_of` adds.
 
-    ranks: the members of the group, or the two ranks of a message.
+    Sizes are numbers of elements, since a record has no shapes. ranks: the members of the group, or
+    the two ranks of a message.
     """
     handed_in, comes_out = numels(record)
     dtype, name = DTYPES.get(record.dtype, record.dtype), NAMES.get(record.op, record.op)

@@ -39,7 +39,7 @@ BY_TORCHRUN = -15  # SIGTERM, by which torchrun ends the ranks that are left
 class Log:
     """The evidence in a torchrun log, by rank.
 
-    text: all of the log.
+    text: what was read of all files.
     failures: {rank: its last traceback}.
     codes: {rank: its exit code, as torchrun's summary has it}; negative if a signal ended it.
     waited: {rank: the collective call in which NCCL's watchdog ended it, such as "allreduce"}.
@@ -73,7 +73,8 @@ def find_logs(path: Path) -> list[Path]:
 def read_log(files: list[Path]) -> Log:
     """Read one run's log files together, and return the evidence in them as a `Log`.
 
-    Of each file, only the last `MOST_BYTES` are read.
+    Of each file, only the last `MOST_BYTES` are read. A file std*.log belongs to the rank that its
+    folder is named after, as in --log-dir: on several machines that is the local rank.
 
     ValueError: nothing in the files is torchrun's, and there is no traceback.
     """
@@ -98,8 +99,8 @@ def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
     """Find the tracebacks in a text and put them into `log`: of each rank the last one.
 
     Ranks write at the same time, so each rank's lines are put together first, by the rank that
-    stands before each line. Tracebacks whose rank isn't known are appended to `log.unnamed`, except
-    torchrun's own.
+    stands before each line: "[rank5]:" or, of --tee, the local "[default1]:". Tracebacks whose rank
+    isn't known are appended to `log.unnamed`, except torchrun's own.
 
     owner: the rank of lines without such a prefix, or None if it isn't known.
     """
@@ -119,9 +120,10 @@ def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
 
 
 def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]:
-    """Yield a `Failure` for each traceback in the lines of one rank.
+    """Yield a `Failure` for each traceback in the lines of one rank, with its message's first line.
 
-    lines: (number in the log, text) of each; the number is the failure's `at`, instead of a time.
+    lines: (number in its file, text) of each; the number is the failure's `at`, instead of a time,
+        also where ranks have files of their own.
     source: {(file, line): text of the line}, to which the lines that a traceback shows are added.
     """
     frames = None
@@ -143,7 +145,10 @@ def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]
 
 
 def explain_log(log: Log) -> str:
-    """Return a text: which rank fell first, how and on which line, what became of the others."""
+    """Return a text: which rank fell first, how and on which line, what became of the others.
+
+    If the ranks didn't find each other, it says only that, and what to check.
+    """
     fallen = {**log.codes, **log.failures}
     nameless = [rank for rank, how in fallen.items() if how == 1]
     if len(nameless) == len(log.unnamed) == 1:  # it was joining: its lines have no rank in front
@@ -179,21 +184,28 @@ def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
 
 
 def _restarted(log: Log) -> list[tuple[str, int]]:
-    """Return (number on this machine, exit code) of the ranks after which torchrun began again."""
+    """Return (local rank, exit code) of ranks that a signal killed, if torchrun then began again.
+
+    SIGTERM doesn't count. The sign of a new beginning is that the log has no summary; otherwise [].
+    """
     killed = [(rank, int(code)) for code, rank in RESTARTED.findall(log.text)]
     others = [(rank, code) for rank, code in killed if code != BY_TORCHRUN]
     return [] if log.codes else others  # a run that went on is summed up nowhere
 
 
 def _did_not_meet(how: Failure | int) -> bool:
-    """Return whether a rank may have fallen because the ranks didn't find each other."""
+    """Return whether a rank may have fallen because the ranks didn't find each other.
+
+    A traceback has to say so; an exit code has to be 1.
+    """
     return bool(explain_rendezvous(how.message)) if isinstance(how, Failure) else how == 1
 
 
 def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
-    """Yield lines on how the rank that fell first did so: its error, its own lines, its exit code.
+    """Yield lines on how the rank that fell first did so: its error, the user's lines, the signal.
 
-    how: its last traceback or its exit code.
+    how: its last traceback or its exit code. With code 1 and no traceback of its own, the first one
+    whose rank isn't known counts as its.
     """
     code = log.codes.get(rank)
     if how == 1 and log.unnamed:  # its traceback has no prefix: it failed before it joined
@@ -209,7 +221,10 @@ def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
 
 
 def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | None) -> str:
-    """Return a line on what became of a rank that didn't fall first. culprit: the rank that did."""
+    """Return a line on what became of a rank that didn't fall first.
+
+    how: its last traceback or its exit code. culprit: the rank that fell first, None if unknown.
+    """
     because = "" if culprit is None else f", because of rank {culprit}"
     if rank in log.waited:
         return f"Rank {rank} waited in {log.waited[rank]} until NCCL's watchdog ended it."
@@ -245,7 +260,8 @@ def _lines(log: Log, how: Failure) -> list[str]:
     """Return the user's own frames of a failure as lines, the outermost first.
 
     A line is like 'train.py:7 in step: the text of the line'. The text is left out where the log
-    doesn't show it. If no frame is the user's own, the innermost is returned.
+    doesn't show it. If no frame is the user's own, those of installed packages other than torch are
+    returned, and if there are none, the innermost.
     """
     own = [f for f in how.frames if not is_library(f[0]) and not LIBRARY.search(f[0])]
     own = [f for f in own if not is_installed(f[0])] or own or how.frames[-1:]

@@ -2,7 +2,7 @@
 
 The wire is the process group that records every collective call and message. The board is a file
 that all ranks of a machine map into memory: each rank writes its state and its calls to its own
-page there. The watcher is a thread that looks at the board for ranks that can never go on.
+page there. The watcher is a thread of each rank; rank 0's looks for ranks that can never go on.
 `ddpkit.debug` sets all this up for any script, and `launch` does where torchrun started the ranks.
 """
 
@@ -72,12 +72,12 @@ class Session:
     """One rank of a script on the wire: its board, its recorder and its watching thread.
 
     Call `install` before the script runs, and then one of `done`, `failed` and `exited`, by how the
-    script ended. The last two end the process; a report of a hang does so in every rank. Its rank,
-    the world's size and so on come from torchrun's environment variables.
+    script ended. The last two end the process. So does the watching thread, in every rank, after
+    the report of a hang. Rank, world size and so on come from torchrun's environment variables.
 
     link: the network to emulate, or None.
-    trace, flight_recorder: the file and the folder to which rank 0 writes the calls of all ranks,
-        at the end or after a report; None to write nothing.
+    trace, flight_recorder: the file and the folder to which rank 0 writes the calls of all ranks at
+        the end or, after a report, the last 256 of each; None to write nothing.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Session:
         self._silent: set[int] = set()  # ranks of other machines of which nothing is heard
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
-        self._words_at: set[tuple | None] = set()  # the lines that a message has named
+        self._words_at: set[tuple | None] = set()  # the lines that `_say` was called for
 
     def _open_board(self) -> Board:
-        """Return this machine's board: its first rank creates it, the others wait for the file."""
+        """Return this machine's board: its first rank creates it, others wait until it is there."""
         path = self.folder / "board"
         if self.leads:
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,9 +132,9 @@ class Session:
     def install(self) -> None:
         """Replace `dist.init_process_group` by one that makes the script's world over the wire.
 
-        Modules that have imported the function by name get the new one as well. This also installs
-        the handlers that notice SIGTERM, `os._exit` and the ends of other ranks. The watching
-        thread starts when the script makes its first world.
+        It uses NCCL or, if that isn't asked for, Gloo. Modules that have imported the function by
+        its own name get the new one as well. This also installs what notices SIGTERM, `os._exit`
+        and the ends of this machine's ranks. The script's first world starts the watching thread.
         """
         original = c10d.init_process_group
         exits.note_exits(self.folder, self.rank)
@@ -171,11 +171,11 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Loop in the watching thread, every `LOOK_S`, until the session ends.
+        """Loop in the watching thread, every `LOOK_S`, until the session ends or the store is gone.
 
-        Each time, note on the board the line at which this rank's main thread is, and end this rank
-        if a report is out. A machine's first rank also exchanges pages of the board with other
-        machines; rank 0 looks for hangs.
+        Each time, end this rank if a report is out; otherwise note on the board the line at which
+        its main thread is. A machine's first rank also exchanges pages of the board with other
+        machines; rank 0 looks for hangs if ranks disagree, or nothing moves for `CERTAIN_S`.
         """
         main_thread = threading.main_thread().ident
         quiet_since = time.perf_counter()
@@ -203,11 +203,12 @@ class Session:
     def _look(self, events: list[int], quiet_s: float = 0.0) -> None:
         """Look once, on rank 0, for ranks that can never go on, and report them.
 
-        A mismatch, which means that ranks made different calls on one channel, is reported only at
-        the second look, when the pages of all ranks that made the call have arrived. A mismatch or
-        a deadlock ends all ranks, unless a timeout of the script's own will soon end the deadlock.
-        Only printed are that, ranks that poll in vain after `SLEEPS_S` without a call, and, after
-        `STANDSTILL_S`, who waits for whom: there a rank that computes may still come.
+        Two reports end all ranks. One is of a mismatch: ranks made different calls where all must
+        make the same. It comes at the second look, by when other machines have sent their pages.
+        The other is of a deadlock, unless a timeout of the script's own will soon end that.
+        Other messages are only printed, since the ranks may still go on: on such a deadlock, on
+        ranks that poll in vain, `SLEEPS_S` after the last call, and, after `STANDSTILL_S`, on which
+        ranks wait for which.
 
         events: for each rank, the board's count of its writes.
         quiet_s: seconds since these counts last changed.
@@ -239,8 +240,9 @@ class Session:
     def _timed_out(self, record: Record, error: BaseException) -> None:
         """Print why a wait timed out, before the script gets the error: it may catch it and go on.
 
-        record: the call in which the rank waited.
-        error: what torch raised.
+        This takes `TOGETHER_S`, and up to `NEWS_S` more if there are other machines.
+
+        record: the call in which the rank waited. error: what torch raised.
         """
         seconds = waited_s(record, error)
         time.sleep(TOGETHER_S)  # this rank stays marked as waiting: others time out just now
@@ -250,7 +252,7 @@ class Session:
     def _say_why(self, look: Look, seconds: float) -> None:
         """Print which ranks of other machines are silent, or otherwise why a wait timed out.
 
-        seconds: how long the wait lasted.
+        look: the state of all ranks. seconds: how long the wait lasted.
         """
         if self._silent:
             self._say(*explain_silence(sorted(self._silent), seconds), look)
@@ -260,9 +262,9 @@ class Session:
     def _note_silence(self) -> None:
         """Note in `_silent` the ranks of other machines that send no new page within `NEWS_S`.
 
-        The pages that do come are put on the board. A question to the store blocks for minutes if
-        the connection to it is cut: then `store` becomes None, so that no further question is
-        asked.
+        The pages that do come are put on the board. They come by `store`, the key-value store of
+        torch.distributed. If the connection to that is cut, a question to it blocks for minutes:
+        then `store` becomes None, so that none is asked any more.
         """
         others = set(range(self.world_size)).difference(self.here)
         silent = self._silent = set(others)
@@ -286,11 +288,11 @@ class Session:
             self.store = None
 
     def _say(self, headline: str, advice: str, look: Look) -> None:
-        """Print a report and let the ranks go on.
+        """Print a report, of `headline`, the state of all ranks and `advice`; let the ranks go on.
 
-        Nothing is printed if the line at which the first rank waits was named before, if a message
-        was printed less than `WORDS_S` ago on this machine, or if a report that ends the ranks is
-        out.
+        Nothing is printed if this was called before, on this rank, with the first waiting rank at
+        the same line; if a message was printed less than `WORDS_S` ago on this machine; or if a
+        report that ends the ranks is out.
         """
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
@@ -309,7 +311,7 @@ class Session:
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
 
     def _terminated(self) -> None:
-        """Report after SIGTERM where all ranks were, or how some had died; end by SIGTERM."""
+        """Report after SIGTERM where all ranks were, or how some here had died; end by SIGTERM."""
         time.sleep(LOOK_S)  # until every rank has noted its line
         if self._report_is_out():
             self.end(-signal.SIGTERM)
@@ -326,8 +328,8 @@ class Session:
     def _note_sleepers(self) -> None:
         """Note in `_sleepers` which ranks of this machine have slept for `SLEEPS_S`.
 
-        A rank sleeps while its main thread uses no CPU, as /proc shows. Other threads don't count:
-        the watching thread itself uses some.
+        A rank sleeps while its main thread uses no CPU, as /proc shows; without /proc none sleeps.
+        Other threads don't count: the watching thread itself uses some.
         """
         now = time.perf_counter()
         for rank in self.here:
@@ -338,14 +340,14 @@ class Session:
             (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _pid(self, rank: int) -> int:
-        """Return the process id of a rank of this machine, or 0 if it has ended."""
+        """Return the process id of a rank of this machine; 0 if it hasn't come yet, or has left."""
         try:
             return int((self.folder / f"pid.{rank}").read_text() or 0)
-        except OSError:  # it has ended
+        except OSError:  # it hasn't come, or the folder is gone
             return 0
 
     def _dead(self, rank: int) -> bool:
-        """Return whether a rank of this machine died before its script's end, as /proc shows.
+        """Return whether a rank of this machine ended before its script did, as /proc shows.
 
         An exit code that is found is kept in `_codes`. Return False wherever the system isn't
         Linux.
@@ -379,8 +381,8 @@ class Session:
     def _take_pages(self, ranks: set[int]) -> None:
         """Copy the pages of `ranks`, of other machines, from the store onto this machine's board.
 
-        With a page comes whether its rank sleeps, and the offset of its clock. Ranks that have sent
-        no page are skipped.
+        With a page comes whether its rank sleeps, for `_sleepers`, and the offset of its clock, for
+        `_clocks`. Ranks that have sent no page are skipped.
         """
         for rank in ranks:
             key = f"ddpkit/page/{rank}"
@@ -391,13 +393,13 @@ class Session:
                 (self._sleepers.add if sleeps else self._sleepers.discard)(rank)
 
     def _disagree(self, _by_rank) -> None:
-        """Block this rank after a mismatch of calls, until rank 0's report of it ends the rank."""
+        """Block this thread after a mismatch of calls, until rank 0's report ends the process."""
         threading.Event().wait()
 
     # The report
 
     def _report_is_out(self) -> bool:
-        """Return whether any rank has printed a report that ends all ranks."""
+        """Return whether a report that ends all ranks is out. RuntimeError: the store is gone."""
         if (self.folder / "report").exists() or not self.folder.exists():
             return True
         return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
@@ -406,7 +408,7 @@ class Session:
         """Print the report, unless another rank has printed one, and end this rank's process.
 
         text: the report, as lines; they are wrapped.
-        code: the exit status of this rank.
+        code: the exit status of this rank; it is 1 if another rank was first.
         """
         with self._told:
             try:
@@ -448,7 +450,8 @@ class Session:
         """Report that the script raised `error`, where, and where the others were; end with code 1.
 
         If the error is a connection that broke, the report says how ranks of this machine died, if
-        any did. If it is a timeout, why the wait ended is printed first.
+        any did. If it is a timeout, a message says first why the wait ended, and where the others
+        were; the report then leaves them out.
         """
         how = failure(error)
         lost = self._lost_ranks() if lost_peer(how) else []
@@ -488,7 +491,7 @@ class Session:
         return []
 
     def _how_died(self, rank: int) -> str:
-        """Return lines, as one text: how a rank of this machine died, and its last call."""
+        """Return lines, as one text: how a rank of this machine died, and where it last was."""
         noted = exits.noted_exit(self.folder, rank)
         if noted is not None:
             code, place = noted
@@ -507,9 +510,9 @@ class Session:
         return said
 
     def _others(self, look: Look, fallen: list[int]) -> list[str]:
-        """Return lines that say where the ranks were that haven't fallen.
+        """Return lines that say where the ranks were that aren't in `fallen`; [] if all are.
 
-        torchrun will end these because of the `fallen` ones. Return [] if there are no others.
+        torchrun will end them because those in `fallen` raised an error, exited or died.
         """
         rest = [rank for rank in look.ranks if rank not in fallen]
         said = [what_became_of(rank, look) for rank in rest]
@@ -518,7 +521,7 @@ class Session:
     def exited(self, error: SystemExit) -> None:
         """Report that the script called sys.exit with a nonzero code; then end with that code.
 
-        The process ends with 1 if the code is no integer.
+        The process ends with 1 if the code is no integer, or if another rank has reported.
         """
         code = error.code if isinstance(error.code, int) else 1
         lines = [f"rank {self.rank} called sys.exit({error.code!r})"]
@@ -526,10 +529,10 @@ class Session:
         self.tell("\n".join(lines + self._others(Look(self.board), [self.rank])), code)
 
     def done(self) -> None:
-        """Wait until all ranks' scripts have ended, as this one has; write trace and dumps.
+        """Wait until all ranks' scripts have ended, as this one has; write trace and dumps; leave.
 
-        This is necessary because closing a connection earlier would fail ranks that still wait for
-        this one, and hide the cause.
+        Closing a connection earlier would fail ranks that still wait for this one, and hide the
+        cause. A rank that has made no world, or has lost the store, doesn't wait.
         """
         self.recorder.settle()
         if self._trace or self._flight_recorder:
@@ -543,7 +546,7 @@ class Session:
         self.leave()
 
     def leave(self) -> None:
-        """End this rank's threads before Python shuts down; remove the folder after the last rank.
+        """End this rank's threads before Python shuts down; the last to leave removes the folder.
 
         This is necessary because Python unwinds the stack of a thread that returns from C++ during
         shutdown, and a C++ destructor on that stack would abort the process.
@@ -559,15 +562,15 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a rank of this machine came and left; a late one still needs the board."""
+        """Return whether a rank of this machine came, and left or died: it needs no board then."""
         came = (self.folder / f"pid.{rank}").exists()
         return came and (not self._pid(rank) or self._dead(rank))
 
     def _all_have_ended(self) -> bool:
         """Return whether the scripts of all ranks have ended.
 
-        On several machines only rank 0 sees all: it writes the end to the store, where the others
-        read it.
+        Ranks of this machine that have died are marked as RETURNED on the board. On several
+        machines only rank 0 sees all: it writes the end to the store, where the others read it.
         """
         for rank in self.here:
             if self._dead(rank):  # by os._exit(0): with another code, torchrun ends all ranks
@@ -585,7 +588,7 @@ class Session:
     # The trace and the dumps
 
     def _hand_in(self) -> None:
-        """Send this rank's records to rank 0: by a file, or from another machine by the store."""
+        """Send rank 0 the clock and records of this rank: by a file or, elsewhere, by the store."""
         mine = pickle.dumps((clock_s(), self.recorder.records))
         if 0 in self.here:
             (self.folder / f"records.{self.rank}").write_bytes(mine)
@@ -596,6 +599,7 @@ class Session:
         """Return for each rank the list of its records, which all ranks have sent to this one.
 
         The offsets of the ranks' clocks, which come with them, are noted in `_clocks`.
+        FileNotFoundError: a rank of this machine has sent none.
         """
         wire = []
         for rank in range(self.world_size):
@@ -627,11 +631,12 @@ class Session:
 
 
 def own_gpu(device_id: torch.device | int | None) -> torch.device:
-    """Return the GPU of this rank: the script's device_id, or its current device, or by local rank.
+    """Return the GPU of this rank: the script's device_id, its current device, or by local rank.
 
     A current device of 0 doesn't count, since it may mean that none was set.
 
-    device_id: as the script gave it to init_process_group; None if it didn't.
+    device_id: as the script gave it to init_process_group; None, or a device without an index, if
+        it named no GPU.
     """
     index = getattr(device_id, "index", device_id)
     if index is None and torch.cuda.is_initialized():

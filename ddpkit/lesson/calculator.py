@@ -28,10 +28,10 @@ def bucket_calculator(
     """Return a widget with sliders for bucket cap and latency that predicts a step's timeline.
 
     In backward of a training step gradients become ready one by one. They are collected in buckets
-    of one dtype each. A bucket is all-reduced, by a ring, once its bytes reach the cap or it gets
-    no more gradients, and the all-reduce before it has ended. The picture shows when gradients
-    become ready and when buckets are sent, and the caption says how many milliseconds of
-    communication are exposed, which means not hidden behind backward.
+    of one dtype each. A bucket is full once its bytes reach the cap or no more gradients of its
+    dtype follow. A full bucket is all-reduced, by a ring, as soon as the all-reduce before it has
+    ended. The picture shows when gradients become ready and when buckets are sent. The caption says
+    how many milliseconds of communication are exposed, which means not hidden behind backward.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
@@ -41,8 +41,8 @@ def bucket_calculator(
 
     The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
     those of 1, 3 and 10 ms that are larger. For one latency all caps share a time scale, so that
-    pictures can be compared. The text that stands for the widget in a stored notebook states no
-    times, because they were measured. Used in notebook 04.
+    pictures can be compared. A saved notebook keeps a text in place of the widget; it states no
+    times, since `ready_s` is measured and differs from run to run. Used in notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -74,12 +74,12 @@ def bucket_calculator(
 
 
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
-    """Return {bucket cap in bytes: plan} for all powers of two that make a difference as caps.
+    """Return {bucket cap in bytes: plan}, with one cap, a power of two, for each different plan.
 
     A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
     cap. A plan is a list of buckets in the order of sending, each a list of indices into
     `gradients`. The smallest cap gives every gradient its own bucket; the largest, above the size
-    of all together, puts all of a dtype into one. Of caps with the same plan, the largest is kept.
+    of all together, puts all of a dtype into one. Of caps with the same plan the largest is taken.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
@@ -112,10 +112,10 @@ def zero_calculator() -> Calculator:
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
     """Return (caption, bar chart) of the bytes that each rank keeps in ZeRO's stages 0 to 3.
 
-    They are those of parameters, gradients and optimizer state, in mixed precision with AdamW;
-    activations aren't counted. The chart has a bar for each stage, with that of `stage`
-    highlighted. The caption says for `stage` what a rank keeps, whether that fits on a GPU with 80
-    GB, and how many bytes the rank sends in a step, by rings and with 2 bytes for a number.
+    Parameters, gradients and optimizer state count, in mixed precision with AdamW; activations
+    don't. The chart has a bar for each stage, with that of `stage` highlighted. The caption says
+    for `stage` what a rank keeps, whether that fits on a GPU with 80 GB, and how many bytes the
+    rank sends in a step by ring collectives, with 2 bytes for each gradient and parameter.
 
     model: a key of `MODELS`, such as "7.5B". world_size: the number of ranks.
     stage: the stage that the caption is about, from 0 to 3.

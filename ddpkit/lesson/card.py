@@ -1,9 +1,9 @@
 """Write cards in HTML that show the result of an exercise's check, or a reader's guess.
 
-The verdict gives a card its sign and its colours: True is a right answer (✓), False a failed check
-(✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card has its own light
-background, so it is legible in dark themes as well. All texts are plain text; in titles, questions
-and paragraphs of one line, words in backticks are shown as code.
+Most functions take a verdict, which gives the card its sign and its colours: True is a right answer
+(✓), False a failed check (✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card
+has its own light background, so it is legible in dark themes as well. All texts are plain text; in
+titles, questions and paragraphs of one line, words in backticks are shown as code.
 """
 
 import html
@@ -41,7 +41,8 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
 
     passed: True for a ✓, False for a ✗, None for a ·.
     title, said: the title and the paragraphs as plain text, in which `code` stands in backticks,
-        but a paragraph of several lines is shown verbatim in a code font. Empty ones are left out.
+        but a paragraph of several lines is shown verbatim in a code font. Empty paragraphs are left
+        out.
     folds: {text to click on: text that then unfolds}, shown at the foot of the card.
     """
     sign, ink, _ = LOOKS[passed]
@@ -73,8 +74,9 @@ def answer_card(look: bool | str | None, question: str, answer: str, guess: str)
 def score_card(text: str, looks: Sequence[bool | str | None]) -> str:
     """Return the HTML of a card with a score in words, and a dot for each question.
 
-    looks: for each question, the verdict on its answer, which gives its dot the colour. The dot is
-        filled if the question was answered (True or "surprise"), otherwise open.
+    text: the score as plain text, for example "2 of 3 predictions right.".
+    looks: for each question, the verdict on the reader's guess, which gives its dot the colour. The
+        dot is filled if there was a guess (True or "surprise"), and open if there was none (None).
     """
     dots = (
         f'<span style="color: {LOOKS[look][1]}">{"●" if look else "○"}</span>' for look in looks
@@ -87,8 +89,8 @@ def _paragraph(text: str) -> str:
     """Return plain text as an HTML paragraph.
 
     A text of several lines is kept verbatim in a code font. In a text of one line, words in
-    backticks are set as code, and a first word of two or more small letters and a space gets a
-    capital letter, unless an equals sign follows, as in an assignment.
+    backticks are set as code. If it begins with a word of two or more small letters and a space
+    ("rank 1 waits"), it gets a capital letter, unless it is an assignment ("pair = 3").
     """
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'

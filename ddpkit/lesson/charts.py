@@ -1,4 +1,4 @@
-"""Draw charts of measurements, and beside them of the times that a cost model predicts.
+"""Draw charts of measured and predicted times, of buckets and shards, and of bytes of memory.
 
 Each public function that draws returns a `Picture`: a matplotlib figure, and a text that says what
 it shows, which serves as its alt text. The alt text states no measured time or speed: those differ
@@ -33,11 +33,11 @@ def median_time(results) -> Picture:
     """Draw the median time of a collective call as grouped bars, on a logarithmic scale.
 
     There is a group of bars for each tensor size, and in it a bar for each backend (a way to do the
-    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is the
-    least time possible, in which the same bytes were merely moved, if that was measured. Used in
+    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is the time
+    that merely moving as many bytes took, by memcpy for example, if that was measured. Used in
     notebook 02.
 
-    results: the measurements, a `ddpkit.bench.results.Results`.
+    results: the measurements of one collective call, from `ddpkit.bench.collectives.measure`.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
@@ -64,11 +64,11 @@ def bandwidth(results) -> Picture:
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """Draw a bar for each result, in a group for each tensor size; return the picture.
 
-    results: a `ddpkit.bench.results.Results`. A ceiling (the speed of merely moving the bytes) is a
-        result without a bar: it is a black mark on the bars of the results that it limits. Second
-        measurements of the same thing, by which a benchmark shows its noise, are left out.
-    value: function of a result and of the seconds that it took, which returns the height of a bar.
-        It is called with the result's median time for the bar, with its ceiling's for the mark.
+    results: a `ddpkit.bench.results.Results`. Two kinds of them have no bar. A ceiling, such as
+        "memcpy", merely moves the bytes: it is a black mark on the bar of each result that names it
+        as its `ceiling`. The baseline's second measurement ("gloo again") isn't drawn.
+    value: function of (result, seconds) that returns the height of a bar, or of the mark on it. The
+        seconds are the median time of that result, or of its ceiling.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
     scale: "log" or "linear", the scale of that axis.
     """
@@ -119,9 +119,9 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Return {name: colour} for all names, in their order.
 
-    A name in `COLOURS` has its colour from there, so that it looks the same in all charts. The
-    other names get in turn those of `page.RANK_COLOURS` that none of these has, from the first
-    again if there are more names than colours.
+    A name that is a key of `COLOURS` gets its colour there, so that it looks the same in all
+    charts. The other names get, in turn, the colours of `page.RANK_COLOURS` that aren't taken in
+    this way; if these run out, they repeat from the first.
     """
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
@@ -244,11 +244,11 @@ def bucket_timeline(
 ) -> Picture:
     """Draw when the gradients of a training step become ready and when their buckets are sent.
 
-    A bucket is a group of gradients that one all-reduce sends; the times are predicted by
-    `cost.timeline`, for rings, one after the other. The upper row is backward, with a line where
-    each gradient becomes ready; the lower row has a bar for each bucket's all-reduce. Buckets and
-    their gradients are orange and blue in turn. Red is communication that is exposed, which means
-    that it goes on after backward has ended.
+    A bucket is a group of gradients that one ring all-reduce sends; `cost.timeline` predicts the
+    times, in which each all-reduce waits for the one before. The upper row is backward, with a line
+    where each gradient becomes ready; the lower row has a bar for each bucket's all-reduce. Buckets
+    and their gradients are orange and blue in turn. A red bar at the bottom is the exposed time,
+    from the end of backward to the end of the last all-reduce.
 
     plan: the buckets in the order in which they are sent, each a list of gradient indices.
     ready_s: for each gradient, the seconds after backward began at which it is ready.
@@ -564,14 +564,14 @@ def crossing(
 ) -> Picture:
     """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
 
-    Both axes are logarithmic; sizes go from 1 kB to 10 MB, and farther if measurements, or 1/30 and
-    30 × the marks, do. A circle and a dashed line mark where another algorithm becomes the fastest.
+    A circle and a dashed line mark each size from which on another algorithm is the fastest. Both
+    axes are logarithmic. Sizes go from 1 kB to 10 MB, or farther: to the smallest and the largest
+    that was measured, and to 1/30 and 30 times each marked size.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     world_size: the number of ranks.
-    measured: times with this number of ranks, drawn as points; other algorithms than those named
-        are left out.
+    measured: times with this number of ranks; those of these algorithms are drawn as points.
     title: the heading, also of the alt text; it should say so if the link was emulated.
 
     The alt text names the fastest algorithms, from small sizes to large, and states no number but

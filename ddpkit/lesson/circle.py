@@ -1,7 +1,8 @@
 """Draw the ranks of a ring on a circle, each element of a rank's first buffer as a striped cell.
 
-A cell has a slot for each rank, filled in that rank's colour if its number is part of the cell's
-value. So a finished sum has all colours, each in its place, and no digits or legend are needed.
+A rank's first buffer is the storage of the first tensor that it sends or receives. A cell has room
+for a stripe of each rank, which is drawn, in the rank's colour, if the rank contributed to the
+cell's value. So a finished sum has all stripes, and no digits or legend are needed.
 """
 
 import math
@@ -18,10 +19,10 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
-    It can if 3 to 8 ranks send messages hop by hop, where a hop is the set of messages that travel
-    at the same time. A hop must have a message of each rank, from its first buffer (the storage of
-    a tensor that its records show first, and keep) to the right neighbour, rank + 1 or, for the
-    last rank, 0. At the end no rank's first buffer may hold more elements than there are ranks.
+    It can if there are 3 to 8 ranks, and if in each hop (messages that travel at the same time)
+    every rank sends one message to its right neighbour: rank + 1 or, for the last rank, 0. The
+    message must lie in the rank's first buffer: of the storages that the records of its calls keep,
+    the first that it used. In the end no first buffer may hold more elements than there are ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of at least one frame gives False.
@@ -53,10 +54,10 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
     """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
-    The first buffer is the storage of a tensor that the rank's records show first.
-
-    The owner of an element is the rank that the number came from, a frozenset of ranks if it is the
-    sum of their numbers, or None if that isn't known.
+    The first buffer is the storage of the first tensor that the rank sent or received; only a run
+    with keep_values has one. Its elements are listed by index. The owner of an element is the rank
+    that the number came from, a frozenset of ranks if it is the sum of their numbers, or None if
+    that isn't known.
     """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
@@ -76,7 +77,8 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
     frame: one that `film.hop_by_hop` returns, for a hop (messages that travel at the same time) or
-        for the end, of a run that `is_round`. The text of its event is the picture's alt text.
+        for the end, of a run that `is_round`. The picture's alt text is that of its event, such as
+        "hop 1: rank 0 sends [1] to rank 1, 1 sends [10] to rank 2, ...".
     title: the text above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)
@@ -95,7 +97,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
-    """Draw a rank as `frame` shows it: its name and cells, with thick outlines if it sends them."""
+    """Draw a rank's name and cells as `frame` shows them, with thick edges on cells it sends."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)

@@ -1,4 +1,4 @@
-"""Draw the animation and the charts of notebook 13; launched functions compute what they show.
+"""Draw the animation and the charts of notebook 13, and compute on ranks what they show.
 
 The animation steps through ring attention, in which keys and values travel from rank to rank, one
 rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,
@@ -6,8 +6,8 @@ as `blocks_computed` noted them in a real run. A deal says which chunks of the s
 has; deals have names, such as "in order" and "zigzag". The charts show bytes sent by number of
 key/value heads, and the load of experts.
 
-by_deal: {name of the deal: for each rank, its list of blocks (hop, chunk of queries, chunk of keys,
-    whether it is on the diagonal)}.
+The argument `by_deal` of several functions is {name of the deal: for each rank, its list of
+blocks}. A block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal).
 """
 
 import time
@@ -45,10 +45,10 @@ def blocks_computed(
 ) -> tuple[list[Seen], float]:
     """Run ring attention on this rank, and note which blocks of the score matrix it computes.
 
-    Return (blocks in the order of computing, share of the time that the rank slept for them). A
+    Return (blocks in the order of computing, share of the run's time that this rank slept). A
     block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal); in hop h the
-    rank has the keys of rank − h, modulo the number of ranks. Time runs from one barrier to
-    another, so until the slowest rank has ended. Call it on all ranks.
+    rank has the keys of rank − h, modulo the number of ranks. The run is measured from barrier to
+    barrier, so it lasts until the slowest rank has ended. Call it on all ranks.
 
     deal: for each rank, the indices of the two chunks of the sequence that it has.
     causal: leave out blocks whose keys all come after the queries.
@@ -116,10 +116,10 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 def sent(run) -> tuple[int, int, int]:
     """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
 
-    The bytes are those that rank 0 sends, computed from the records of its messages and collective
-    calls. With W ranks, it sends its part of an all-gather W − 1 times; of any other collective's
-    bytes, the W − 1 of W parts for other ranks are counted. The number of calls is that of both
-    passes together, without receives and the barrier.
+    The bytes are those that rank 0 sends, computed from the records of its calls. A message's bytes
+    count once. With W ranks, an all-gather's count W − 1 times, since they go to all others. Any
+    other collective's tensor has a part for each rank, and all but rank 0's own count. The number
+    of calls is that of both passes together, without receives and the barrier.
 
     run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
     """
@@ -253,16 +253,16 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 
 
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
-    """Return what a rank sends in the forward pass, in units of one head's keys on that rank.
+    """Return how much a rank sends in the forward pass, as a multiple of one head's keys.
 
-    One head's keys are (tokens of the rank) × (numbers of a head). The bytes that the rank sends
-    are the result times the bytes of these.
+    One head's keys on a rank are (tokens of the rank) × (numbers of a head). The bytes that the
+    rank sends are the result times the bytes of these.
 
-    scheme: "ring" for ring attention; anything else for all-to-alls, in which each rank gives away
-        its own tokens of all heads (of q, k and v), and gets all tokens of some heads, and one
-        back. They need heads and kv_heads that the number of ranks divides, which isn't checked.
+    scheme: "ring" for ring attention; anything else for two all-to-alls. In the first, each rank
+        gives away q, k and v of its own tokens, and gets those of all tokens for 1/W of the heads.
+        The second brings outputs back. W must divide heads and kv_heads, which isn't checked.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
-    world_size: the number of ranks among which the sequence is divided.
+    world_size: W, the number of ranks among which the sequence is divided.
     """
     heads_sent = world_size * kv_heads if scheme == "ring" else heads + kv_heads
     return 2 * (world_size - 1) / world_size * heads_sent
@@ -274,14 +274,14 @@ LOOKS = {"ring": (page.ORANGE, "o"), "all-to-all": (page.BLUE, "s")}
 def crossing(
     measured: Mapping[str, Mapping[int, float]], heads: int, world_size: int, unit: float
 ) -> Picture:
-    """Draw the bytes that a rank sends in forward against the number of heads of keys and values.
+    """Draw the bytes that a rank sends in forward against the number of key/value heads.
 
-    Lines follow the formula of `sent_for_a_key`, the all-to-all's dotted where there are fewer such
-    heads than ranks, so that it can't run; points are the bytes in the records of a run. A dashed
-    line marks the number of heads for which ring and all-to-all send equally much. The alt text
-    states it, and the most bytes that were measured.
+    Lines follow the formula of `sent_for_a_key`, points are bytes that a run sent. The all-to-all's
+    line is dotted where it can't run since there are fewer key/value heads than ranks. A dashed
+    line marks the number of heads with which ring and all-to-all send equally much. The alt text
+    states this number, and the most bytes that were measured.
 
-    measured: {"ring" or "all-to-all": {number of heads of keys and values: bytes}}, with both keys.
+    measured: {"ring" or "all-to-all": {number of key/value heads: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.
     unit: the bytes of one head's keys on a rank.
     """
@@ -310,11 +310,12 @@ EVERY = 8  # steps over which a mean is taken
 
 
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
-    """Draw each expert's share of the tokens' choices over time, a panel for each training.
+    """Draw how a router shares tokens out to experts, step by step; a panel for each training.
 
-    An expert's index is written on its band if the share is over 6 % at the end. Colours repeat
-    after 8 experts. The alt text says how many times its fair share the fullest expert has at the
-    end.
+    A token's choices are the experts that it is sent to, one or more; a share is the part of a
+    step's choices that fall on one expert. An expert's index is written on its band if the share is
+    over 6 % at the end. Colours repeat after 8 experts. The alt text says how many times its fair
+    share the fullest expert has at the end.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
         add up to 1. The number of steps is a multiple of `EVERY` (8); the mean of each 8 is drawn.

@@ -30,9 +30,10 @@ class Tile:
     """A block of the matrix of scores, and the state of online softmax in its rows after it.
 
     rows, columns: the indices of the queries and of the keys that the block covers.
-    m, correction, ell: for each of its rows, the largest score so far, the factor by which this
-        tile multiplied the earlier sum because the maximum grew, and the sum of e^(score − m) so
-        far.
+    m: for each of its rows, the largest score so far.
+    correction: for each row, the factor by which this tile multiplied the sum so far: below 1 if
+        the maximum grew, otherwise 1; 0 in the first tile.
+    ell: for each row, the sum of e^(score − m) so far.
     last: whether this is the last tile of these rows.
     """
 
@@ -137,7 +138,7 @@ def _named(one: str, several: str, span: range) -> str:
 
 
 def _typeset(value: float) -> str:
-    """Return a number as short text, with a true minus sign, and "−∞" for -inf."""
+    """Return a number as text of about six characters, with a true minus sign; "−∞" for -inf."""
     return "−∞" if value == -math.inf else number(value).replace("-", "−")
 
 

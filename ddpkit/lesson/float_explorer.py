@@ -51,7 +51,10 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
-        """Return the present value rounded to each format; in the chosen one it is `number`."""
+        """Return the present value rounded to each of `floats.FORMATS`, in their order.
+
+        The one in the chosen format is the object `number` itself, so that its row is highlighted.
+        """
         found = {}
         for format in floats.FORMATS:
             found[format] = floats.Number(floats.encode(self._value, format), format)
@@ -92,11 +95,10 @@ class FloatExplorer(Live):
     def _move(self, _, pattern: int | None = None) -> None:
         """Update all widgets and the picture after a typed number, chosen format or flipped bit.
 
+        The widgets call it after each change. While `_follow` sets their values, it does nothing.
         _: ipywidgets' report of the change, which isn't used.
         pattern: all bits as an integer, if one of them was flipped; None: read the number and the
             format from the widgets. If the text is no number, a message says so.
-
-        While `_follow` writes into the widgets this does nothing: they also report those changes.
         """
 
         def changed() -> tuple[str, Picture]:
@@ -108,7 +110,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Show the typed text, the format and the number's bits; `_move` ignores the reports."""
+        """Set the widgets to the present text, format and bits; `_move` does nothing meanwhile."""
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format

@@ -1,4 +1,4 @@
-"""Draw the pictures of notebook 12, on FSDP, and make its calculator of sending and computing."""
+"""Draw notebook 12's charts, on FSDP, and make its widget that compares sending and computing."""
 
 from collections.abc import Mapping
 
@@ -48,14 +48,14 @@ def rows_on_ranks(lengths: Mapping[str, int], world_size: int) -> Picture:
 
 
 def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int]) -> Picture:
-    """Draw the peak memory of an FSDP step against the size of its units, beside a rule for it.
+    """Draw the peak memory of an FSDP step for several sizes of its units, with an upper bound.
 
-    A unit is a group of layers whose weights are gathered and dropped together. Bars are the peaks
-    that were counted. Black marks are the rule, by which the peak is at most what is always kept,
-    and three units more: the weights of two units and the gradients of one. The alt text states the
-    counted peaks.
+    A unit is a group of layers whose weights are gathered and dropped together. Bars are the
+    measured peaks. Black marks are the bound, kept + 3 · unit_bytes: what a rank always keeps, the
+    whole weights of two units, and the gradients of one. The alt text states the peaks. Used in
+    notebook 12.
 
-    peaks: {layers in a unit: most bytes at the same time, counted in a step}.
+    peaks: {layers in a unit: the most bytes that a rank held at one time in a step}.
     kept: the bytes that a rank always keeps, which are its shards and their gradients.
     unit_bytes: {layers in a unit: bytes of the whole weights of a unit}, with the keys of `peaks`.
     """
@@ -123,12 +123,13 @@ def worth(
     expert_width: int,
     tflops: int,
 ) -> tuple[str, Picture]:
-    """Return (caption, chart) that compare the times of sending and computing in a transformer.
+    """Return (caption, chart) of a transformer's seconds of sending for each second of computing.
 
     The chart has a row for each network (a key of `WIRES`: NVLink 4, 400 Gbit, 100 Gbit), and in it
-    a mark for each kind of parallelism, at the seconds of sending for each second of computing, by
-    `cost.sending_over_computing`. Left of the dashed line, sending takes less time. The alt text
-    states the numbers. `worth_calculator` calls this with its sliders.
+    a mark for each kind of parallelism (a key of `MARKERS`, such as "FSDP" or "pipeline"), at the
+    ratio that `cost.sending_over_computing` predicts. Left of the dashed line, which is at 1,
+    sending takes less time. The alt text states the ratios. `worth_calculator` calls this with the
+    values of its sliders.
 
     tokens: the tokens of a rank's batch; for ring attention, those of one sequence on the rank.
     width: the model's width, which is how many numbers it has for each token.

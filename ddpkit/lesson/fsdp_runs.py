@@ -15,11 +15,11 @@ from ..runtime.recorder import recorder
 class Layers(nn.Module):
     """A model of linear layers that all have the same width, grouped into blocks.
 
-    blocks: an nn.ModuleList of them, which forward runs in order.
+    blocks: an attribute, the nn.ModuleList of the blocks, which forward runs in order.
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
-    sleeps: the seconds that every block sleeps in forward, to stand in for computing; in backward
-        it sleeps twice as long (the first only if the model's input needs a gradient).
+    sleeps: the seconds that every block sleeps in forward, to stand in for computing. In backward
+        it sleeps twice as long, but the first block only if the model's input needs a gradient.
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
@@ -37,8 +37,9 @@ class Layers(nn.Module):
 class Sleeps(nn.Module):
     """A module that returns its input, but sleeps in forward, and twice as long in backward.
 
-    In backward it sleeps only if its input needs a gradient. It stands in for computing while cores
-    are busy with sending, which sleeping doesn't slow down. seconds: how long it sleeps in forward.
+    In backward it sleeps only if its input needs a gradient. Sleeping stands in for computing on a
+    device of its own: it takes no core away from the threads that send.
+    seconds: how long it sleeps in forward.
     """
 
     def __init__(self, seconds: float):
@@ -93,8 +94,8 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
     gradients are there; it is skipped if the model has no such method. Gradients add up in the
     parameters' `.grad`; nothing is returned.
 
-    quiet: keyword arguments of `no_sync`. All micro-batches but the last run inside `with
-        model.no_sync(**quiet)`, without the messages that it leaves out. None or {}: it isn't used.
+    quiet: keyword arguments for `model.no_sync`, a context manager that leaves out messages. All
+        micro-batches but the last run inside it. None or {}: none does.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -110,8 +111,8 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
     The records are those of this rank's collective calls and messages, in order. The peak is the
     most bytes that tensors, parameters included, had at the same time in the second pass, before
-    which the gradients are dropped. The first pass isn't measured, because in it ranks also compare
-    the order of their calls. To be called on all ranks.
+    which the gradients are dropped. The first pass isn't measured, because ddpkit's FSDP sends more
+    in it: its ranks check that all make the same calls in the same order. Call this on all ranks.
 
     x: the model's input. options: `number` and `quiet`, as for `micro_batches`: how many
         micro-batches each pass has, and the arguments of `no_sync` for all but the last.
@@ -130,7 +131,8 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
     by its bytes; of units with the same size the last one is named. To be called on all ranks.
 
-    KeyError: a call has the bytes of no unit but the root's, or is an all-reduce (`InPlace`).
+    KeyError: a call is an all-reduce (`InPlace`), or its bytes fit no unit but the root's, which
+        has the parameters outside all other units.
     """
     names = {}
     for unit in model.units[1:]:
@@ -169,8 +171,8 @@ def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
 def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
     """Measure forward and backward of a model; return the seconds of the fastest of `rounds` steps.
 
-    One step before them isn't timed, since in the first step ranks compare the order of their
-    calls. Call it on all ranks at once.
+    One step before them isn't timed, since the first step of ddpkit's FSDP takes longer: its ranks
+    check that all make the same calls in the same order. Call it on all ranks at once.
 
     width: the number of input features; the input is a tensor of shape (2, width).
     """

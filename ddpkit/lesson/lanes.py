@@ -16,9 +16,9 @@ PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
 def lanes(error: LaunchError) -> Picture:
     """Draw the last calls of each rank of a failed launch, in the order in which it made them.
 
-    A filled circle is a call that was completed, an open circle a call that wasn't. If a rank made
-    more than `MOST` (14) calls, its first calls are left out, and the same number of every other
-    rank's. The alt text gives each rank's number of calls (256 at most), and its last open call.
+    A filled circle is a call that was completed, an open circle a call that wasn't. A column has
+    the n-th recorded call of every rank; only the last `MOST` (14) columns are drawn. The alt text
+    gives each rank's number of calls (256 at most), and its last open call.
 
     error: what `launch` raised; its `wire` has the records of each rank's calls, the last 256.
     ValueError: no rank made a call, so there is nothing to draw.

@@ -1,8 +1,8 @@
-"""Draw charts of memory: live bytes during a step, growth with length, and the room on a GPU.
+"""Draw charts of memory: live bytes during a step, growth with length, and what fits on a GPU.
 
-Each function that draws returns a `Picture`, `training` with a caption: a matplotlib figure, and a
-text that says what it shows, which serves as its alt text. Nothing here depends on the machine, so
-alt texts may state numbers.
+Functions that draw return a `Picture`, a matplotlib figure with an alt text that says what it
+shows; `training` returns (caption, `Picture`). Alt texts are stored in notebooks. They may state
+numbers, since those drawn here are the same on every machine.
 """
 
 import re
@@ -100,14 +100,14 @@ HALVES = (
 
 
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
-    """Draw a transformer block as two rows of operations, with stamps on what it keeps.
+    """Draw a transformer block as two rows of operations, and stamp the tensors that it keeps.
 
-    A stamp is the size in bytes of what is kept for backward, as a formula such as "2sbd", for b
-    sequences of s tokens, each d numbers. The alt text lists all kept tensors by name, and their
-    sum; without `terms`, the operations. Used in notebook 06.
+    A stamp is a box for a tensor that is kept for backward. It has the tensor's bytes as a formula,
+    such as "2sbd" for b sequences of s tokens of d numbers each. The alt text lists the tensors and
+    their sum or, without `terms`, the operations. Used in notebook 06.
 
-    terms: the kept tensors, as `ddpkit.memory.block_activations` returns them for materialised
-        attention and dropout, in this order, which gives each its place. (): no stamps.
+    terms: the kept tensors, in the order in which `ddpkit.memory.block_activations` returns them
+        for materialised attention and dropout: the n-th goes to the n-th stamp. (): no stamps.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -146,11 +146,11 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 
 
 def heaps(rows: Mapping[str, str]) -> Picture:
-    """Draw the contents of memory as rows of boxes, a box for each letter, to show how gaps remain.
+    """Draw memory as rows of boxes, to show the gaps that freed tensors leave between others.
 
-    rows: {name: letters}, a letter for each unit of memory. Capital letters have one colour, small
-        letters and other signs another, so that two kinds of tensors can be distinguished; "." is
-        free.
+    rows: {name of a row: its boxes from left to right}, for example {"activations gone": "..aa"}.
+        A letter is a unit of memory that a tensor occupies, and "." a free one. Capital letters
+        have one colour, all other signs a second one, to distinguish two kinds of tensors.
 
     The alt text repeats the rows.
     """
@@ -169,10 +169,10 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
-    """Draw which share of the bytes that a block keeps are attention weights, by sequence length.
+    """Draw the attention weights' share of the bytes that a block keeps, by sequence length.
 
-    The block keeps them from forward to backward; weights are what `attention_weights` finds. The
-    alt text states the shares at the first and the last length. Used in notebook 06.
+    The chart is in percent of the bytes kept for backward; weights are what `attention_weights`
+    returns. The alt text has the shares at the first and the last length. Used in notebook 06.
 
     terms_of: function from a length in tokens to the list of terms (kept tensors with their bytes)
         that `ddpkit.memory.block_activations` returns for it.
@@ -265,7 +265,10 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """Return the number of trained parameters of a `ddpkit.models.GPT` with 50,257 tokens."""
+    """Return how many parameters a `ddpkit.models.GPT` with a vocabulary of 50,257 tokens trains.
+
+    width: how many numbers a token has. layers: the number of transformer blocks.
+    """
     return layers * (12 * width**2 + 10 * width) + VOCABULARY * width + 2 * width
 
 
@@ -281,16 +284,16 @@ def training_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
 
-    The ways: "everything kept", all activations for backward; "selective", checkpoints that keep
-    the results of linear layers and compute the rest again; "every block", which keeps the input of
-    each block and computes the rest again. The kinds are parameters, gradients, optimizer and
-    activations.
+    The way "everything kept" keeps all activations for backward; "every block" keeps each block's
+    input, and "selective" also the results of its linear layers: these two compute the rest again
+    in backward. The kinds are "parameters", "gradients", "optimizer" and "activations".
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
-    precision: "fp32"; "mixed", with parameters and gradients of 16 bits and an fp32 copy in the
-        optimizer; "mixed, fp32 gradients"; or "bf16" for all three. Activations have the format of
-        the parameters; the loss, 4 bytes for each token and each of GPT-2's 50,257 words.
+    precision: "fp32" or "bf16", for parameters, gradients and optimizer alike; "mixed", with
+        parameters and gradients of 16 bits, and an optimizer in fp32 that also has an fp32 copy of
+        the parameters; or "mixed, fp32 gradients". Activations have the format of the parameters,
+        but the loss keeps 4 bytes for each token and each of the vocabulary's 50,257 tokens.
     attention: "materialised" or "flash". dropout: whether there is dropout, whose masks are kept.
 
     The peak is where backward begins or, if higher, where a checkpoint has computed a block again.

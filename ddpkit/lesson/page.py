@@ -48,9 +48,10 @@ def colour(rank: int | frozenset[int] | None) -> str:
 
 
 def dark(fill) -> str:
-    """Return a colour darkened until a line of it has a contrast of 3 on white, as "#RRGGBB".
+    """Return a colour as "#RRGGBB", darkened until a line of it stands out on a white page.
 
-    White stays white. fill: a colour in any form that matplotlib accepts.
+    Its contrast with white is then at least 3:1, W3C's ratio of luminances. White itself, which is
+    drawn to set shapes apart, stays white. fill: a colour in any form that matplotlib accepts.
     """
     from matplotlib.colors import to_hex, to_rgb
 
@@ -64,7 +65,10 @@ def dark(fill) -> str:
 
 
 def ink(fill: str) -> str:
-    """Return the ink to write on `fill`: "white" on BLUE, BLACK, WINE, WRONG, otherwise "black"."""
+    """Return the colour of text on `fill`, so that it is legible: "white" or "black".
+
+    It is "white" on this module's BLUE, BLACK, WINE and WRONG (a red), otherwise "black".
+    """
     return "white" if fill in (BLUE, BLACK, WINE, WRONG) else "black"
 
 
@@ -72,11 +76,11 @@ class Picture:
     """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
     A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
-    fit the window. Widgets show its `svg`, in which boxes and texts move that a `Canvas` drew with
-    a `gid`. Both are bytes.
+    fit the window. Widgets show its `svg`, in which a box or text moves if a `Canvas` drew it while
+    its `gid` was set. `png` and `svg` are bytes.
 
     figure: a finished matplotlib figure. It is changed: it gets a grey frame, lines and arrows too
-        pale for white are darkened, and its layout is done now and not again.
+        pale for white are darkened, and its layout is computed now and then stays fixed.
     text: what the figure shows, in words, for screen readers and stored notebooks.
     """
 

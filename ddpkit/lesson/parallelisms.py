@@ -21,7 +21,8 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 class Map:
     """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    The text leaves out the notebooks. lit: the row to highlight, as for `where`; None: no row.
+    Only the HTML has the column with the notebooks' numbers. lit: the row to highlight, named by
+    what is cut, such as "batch"; None: no row.
     """
 
     def __init__(self, lit: str | None):

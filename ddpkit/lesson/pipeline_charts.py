@@ -3,10 +3,10 @@
 A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]], in which
 "1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
 backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
-of its weights. The bubble is the idle share of the ranks' time, which for each goes from the begin
-of the first action on any rank to the end of the last on any.
+of its weights. The bubble is the idle share of the ranks' time. Every rank's time counts from the
+begin of the first action on any rank to the end of the last action on any.
 
-ticks: how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
+The arguments `ticks` say how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
 A schedule to simulate is refused, with a ValueError, if an action is malformed, is missing or
 occurs twice, if a stage is on two ranks, or if the ranks would hang.
 """
@@ -34,8 +34,8 @@ KINDS = {  # {kind of action: (name, opacity of the rank's colour, hatch)}
 def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: float) -> Picture:
     """Draw a simulated run of a pipeline schedule: a row for each rank, a box for each action.
 
-    A box has the number of its micro-batch, if that fits; primes after it, as in 3′ or 3″, mark the
-    second or third pipeline stage of the rank. Used in notebook 10.
+    A box has the number of its micro-batch, if that fits. Primes after it, as in 3′ or 3′′, mark
+    the second or third pipeline stage of the rank. Used in notebook 10.
 
     until: leave out the actions that begin at this tick or later, and draw a line there.
     ticks: how long a forward F, a backward B, its input part I and its weight part W take.
@@ -166,16 +166,17 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     """Return a widget with a slider that steps through a simulated pipeline run, tick by tick.
 
     It shows what each rank does, and how many micro-batches' activations its stages hold. Used in
-    notebook 10. Ticks should be whole numbers: it names only what goes on at the end of a tick.
+    notebook 10.
 
-    ticks: how long a forward F, a backward B, its input part I and its weight part W take.
+    ticks: how long a forward F, a backward B, its input part I and its weight part W take. Give
+        whole numbers: the widget misses an action that begins and ends inside one tick.
     ValueError: the schedule is refused.
     """
     when = dry_run.simulate(schedule, **ticks)
     whole = int(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action or "-", micro-batches it holds) in a tick, from 1."""
+        """Return, for each rank, (its action or "-", micro-batches held) in a tick, from 1 on."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]
@@ -225,7 +226,8 @@ def _holds(action: str) -> int:
 def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
     """Return, for each rank, the most micro-batches whose activations it holds at the same time.
 
-    A micro-batch that is held in one of a rank's n pipeline stages counts as 1/n.
+    A micro-batch that is held in one of a rank's n pipeline stages counts as 1/n, since such a
+    stage has 1/n of the rank's layers.
 
     schedule: for each rank, its actions in order. stages_a_rank: n, the same on every rank.
     """
@@ -243,7 +245,8 @@ SCHEDULES = {
 def pipeline_calculator() -> Calculator:
     """Return a widget that draws a schedule, with controls for its name, ranks and micro-batches.
 
-    Its caption states the bubble, which is the idle share of the ranks' time. Used in notebook 10.
+    Its caption states the bubble, which is the idle share of the ranks' time, and the most
+    micro-batches that each rank holds. Used in notebook 10.
     """
     return Calculator(
         plan,

@@ -25,8 +25,8 @@ EVERY = 10  # steps averaged into a point
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     """Draw the losses of several trainings by step. Used in notebook 05.
 
-    Each point is the mean of EVERY (10) steps, above the last of these; steps are left out at the
-    end if there are fewer. A point with a NaN among its steps is missing.
+    Each point is the mean of EVERY (10) consecutive steps, drawn at the last of them. If fewer
+    are left over at the end, they aren't drawn, nor is a point with a NaN among its steps.
 
     curves: {name of the training: the losses of all steps, in bits per byte}. title: the heading.
     """
@@ -76,9 +76,11 @@ ZONES = {  # {zone of fp16: (lowest power, highest power, colour of the bars)}
 def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     """Draw a histogram of gradients times `scale`, by power of two. Used in notebook 05.
 
-    Colours show what fp16 makes of a number, unless rounding takes it into the next zone: 0, a
-    subnormal or normal number, or infinity. Bars that would be too low to see are drawn higher. A
-    bar counts the sizes from its power to the next; the outer ones also those beyond 2^-48 to 2^24.
+    The bar at 2^p counts the numbers of size 2^p up to 2^(p+1); the first, at 2^-48, also all
+    smaller ones, and the last, at 2^23, all larger ones. Bars too low to see are drawn higher.
+    Colours show what fp16 makes of a bar's numbers: 0, a subnormal or normal number, or infinity.
+    The counts of `fp16_counts` stand above. They may differ slightly from the bars of a colour,
+    since fp16 rounds numbers close to its border across it.
 
     gradients: a tensor of any shape on the CPU, all finite. Zeros aren't counted. scale: above 0.
     ValueError: all gradients are 0.

@@ -134,7 +134,7 @@ class Answer(str):
 
 
 class Predictions:
-    """All questions that a notebook asks its reader; `predict(question)` asks a new one.
+    """All questions that a notebook asks its reader, collected in one callable object, `predict`.
 
     made: {text of the question: its `Prediction`}.
     """

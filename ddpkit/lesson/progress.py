@@ -1,9 +1,10 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
 The line states the seconds so far and, while ranks run, the number of calls that they have made or,
-if nothing has moved for 10 s, which rank is waiting for which. If a launch's error ends the cell, a
-picture of the ranks' last calls, if any, is left below the report. The environment variable
-DDPKIT_PROGRESS=off turns both off, for tests and stored outputs.
+if nothing has moved for 10 s, which rank is waiting for which. If a cell ends with a `LaunchError`,
+a failure of the ranks that it ran, a picture of their last calls of torch.distributed appears below
+the error's text. The environment variable DDPKIT_PROGRESS=off turns both off, for tests and when
+notebooks are saved with their outputs.
 
 The line begins before torch is imported, which takes seconds. So this module imports
 ddpkit.runtime, which imports torch, only inside functions that need it.
@@ -83,8 +84,10 @@ def _what_is_done() -> str:
 
 
 def show_lanes(result, display) -> None:
-    """Display a picture of the ranks' last calls, if a cell has ended with the error of a launch.
+    """Display a picture of the ranks' last calls, if a cell has ended with a `LaunchError`.
 
+    This error says that ranks failed, and has the records of their last calls of torch.distributed.
+    If no rank has made a call, nothing is displayed.
     result: IPython's result of the cell. display: IPython's function `display`.
     """
     if not getattr(result.error_in_exec, "wire", None):

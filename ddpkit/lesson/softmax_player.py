@@ -22,12 +22,12 @@ READ, NEW = page.BLUE, page.ORANGE
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of online softmax after `read` numbers of a row, and before the last of these.
+    """The state of online softmax after some numbers of a row, and its state one number earlier.
 
-    row: all numbers of the row. read: how many of them have been read.
+    row: all numbers of the row. read: how many of them have been read, from the first on.
     m: the maximum of the numbers x that have been read. ell: the sum of eˣ⁻ᵐ over them.
-    m_before, ell_before: the maximum and the sum before the last of them was read. Of no numbers
-        they are -inf and 0.
+    m_before, ell_before: m and ell as they were before the last of these numbers was read.
+    The maximum of no numbers is -inf, and their sum 0.
     """
 
     row: tuple[float, ...]
@@ -135,10 +135,11 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """Draw what each number that was read adds to the sum, and the sum before and after the last.
+    """Draw what each number read so far adds to the sum, and the sum before and after the last one.
 
     The upper chart has a bar of height eˣ⁻ᵐ for each number x, and a dashed outline of the height
-    that it had before the last number was read. The lower chart has the bars end to end.
+    that it had before the last number was read. The lower chart has two rows, the sum before and
+    the sum now, each made of these bars laid end to end.
     """
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"

@@ -145,9 +145,9 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    The times of a step's all-reduces over NVLink, InfiniBand and Ethernet are predicted as latency
-    plus bytes divided by bandwidth. A dashed line marks the seconds of computing of a rank, forward
-    and backward, at 400 TFLOP/s. `tensor_calculator` calls this with its sliders.
+    The times of a step's all-reduces over NVLink, InfiniBand and Ethernet are predicted for a ring:
+    its hops' latency plus bytes divided by bandwidth. A dashed line marks the seconds of computing
+    of a rank, forward and backward, at 400 TFLOP/s. `tensor_calculator` calls this.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

@@ -111,10 +111,11 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Return a picture as HTML: a <style> and an <svg> with its size, so that the page can't jump.
+    """Return a picture as HTML: a <style>, and an <svg> of stated size, so the page can't shift.
 
-    A shape moves when the picture appears if a `page.Canvas` drew it with an id (`gid`) that
-    `page.moving` made, in which is where it starts and ends.
+    A shape moves when the picture appears if its id in the SVG is one that `page.moving` made. The
+    id, for example "from 0.0 0.0 to 12.0 0.0", has the (x, y) at which it starts and ends, in
+    points, as offsets from where it was drawn.
     """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"

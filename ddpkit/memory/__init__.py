@@ -1,12 +1,12 @@
 """The memory of training: model states, activations and the peak of a step.
 
 Model states are parameters, gradients and the optimizer's state: a fixed number of bytes for each
-parameter, whatever the batch. Activations are kept from forward for backward: a fixed number of
-bytes for each token, whatever the optimizer. For both there is a formula (`model_states`,
+parameter, whatever the batch. Activations are kept from forward for backward: their bytes grow with
+the tokens, whatever the optimizer. For both there is a formula (`model_states`,
 `block_activations`) and a count of the tensors that exist (`count_states`, `measure_saved`).
 `watch` follows every tensor through a step. Files: `states`, `activations`, `saved`, `peak`.
 
-Letters as in Korthikanti et al. 2022: s tokens, b sequences, width d, H heads. In PyTorch:
+Letters as in Korthikanti et al. 2022: b sequences of s tokens, width d, H heads. In PyTorch:
 torch.cuda.memory. Notebooks 05 to 07.
 """
 

@@ -1,4 +1,7 @@
-"""The bytes that a transformer block keeps for backward, predicted term by term."""
+"""The bytes that a transformer block keeps for backward, predicted term by term.
+
+In formulas s is the length of a sequence, b the batch, d the width, and H the number of heads.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +16,7 @@ RANDOM_STATE_BYTES = 5056  # on a CPU; 16 more with a GPU
 
 
 class Term(NamedTuple):
-    """Something kept for backward: `coefficient` bytes for each `unit`, say 2 for each sbd."""
+    """A tensor kept for backward: `coefficient` times `unit` is `nbytes`, as in 2 times "sbd"."""
 
     name: str
     coefficient: int
@@ -53,7 +56,8 @@ def block_activations(
     "flash" one number (4 bytes) for each row of it. dropout: after each half, and of attention
     weights that are materialised. mask_bytes: of each number in a mask of dropout; nn.Dropout on a
     CPU keeps a mask of numbers, so `itemsize`. statistic_bytes: of each mean and 1/deviation of a
-    norm; on a CPU `itemsize`. ValueError: no such attention, or a size is less than 1.
+    norm; on a CPU `itemsize`. ValueError: no such attention, or one of the first five arguments
+    isn't a whole number from 1 on.
 
     The defaults are the paper's setting: 34sbd + 5bs²H, and 16sb for the norms, which it leaves
     out. Korthikanti et al. 2022, section 4.1 and equation 1. Notebook 06.
@@ -99,8 +103,9 @@ def checkpointed_activations(
 ) -> list[Term]:
     """List what a block keeps under `ddpkit.checkpointing`, whatever its attention and dropout.
 
-    selective: the results of its four linear layers are kept as well. ValueError: a size that is
-    less than 1.
+    It keeps its input and the state of the random numbers (as on a CPU: 5056 bytes, unit "").
+    selective: the results of its four linear layers are kept as well. ValueError: a size that
+    isn't a whole number from 1 on.
     """
     check_counts(batch=batch, length=length, width=width, itemsize=itemsize)
     kept = [("input of the block", 1)]
@@ -136,7 +141,8 @@ class ByteDropout(nn.Module):
 class MaterialisedAttention(nn.Module):
     """Attention as in textbooks: it makes the whole matrix of weights, and keeps it for backward.
 
-    q, k, v and the result: (..., N, D), as for `ddpkit.models.torch_attention`. Cost: N² a head.
+    q, k, v and the result: (batch, heads, N, D). dropout: of the weights. Kept for backward: q, k,
+    v and N² weights a head; with dropout also its mask, and the weights after it.
     """
 
     def __init__(self, dropout: nn.Module):

@@ -35,8 +35,8 @@ def alive(lives, moments):
 class Timeline:
     """The live bytes after each operation of a step; entry 0 is before the first operation.
 
-    by_kind: {kind: bytes at each entry}, for each of `KINDS`. ops: names of operations, an entry
-    each. marks: [(first entry, text)].
+    by_kind: {kind: bytes at each entry}, for each of `KINDS`; empty until `watch` ends. ops: the
+    names of operations, an entry each. marks: [(first entry, text)].
     """
 
     by_kind: dict[str, list[int]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Timeline:
         self.marks.append((len(self.ops), text))
 
     def begins(self, text: str) -> int:
-        """Return the first entry of the phase that was marked with this text."""
+        """Return the first entry of the phase with this text. StopIteration: it wasn't marked."""
         return next(entry for entry, mark in self.marks if mark == text)
 
     @property
@@ -101,7 +101,7 @@ class _Watcher(TorchDispatchMode):
         return made
 
     def meet(self, tensor: Tensor, kind: str = "other", born: int | None = None) -> None:
-        """Follow the tensor's memory from now on; the first kind that isn't "other" stays."""
+        """Follow the tensor's memory, from entry `born` on; its first kind but "other" stays."""
         place = address(tensor)
         if place not in self.alive:
             storage = tensor.untyped_storage()
@@ -132,13 +132,14 @@ def watch(
 ) -> Iterator[Timeline]:
     """Follow the memory of every tensor that is made inside; yield a timeline, filled at the end.
 
-    model, optimizer: give the kinds (`KINDS`) of their tensors. buckets: flat tensors of a
-    data-parallel wrapper; a gradient in one of them counts there. Buffers of the model count as
-    parameters, an input that is kept for backward as an activation. "other" comes and goes: results
-    that aren't kept, gradients of activations.
+    The tensors of `model`, `optimizer` and `buckets` are followed as well, and have their kind of
+    `KINDS`. buckets: flat tensors of a data-parallel wrapper; a gradient in one of them counts as
+    "buckets". Buffers of the model count as parameters, an input that is kept for backward as an
+    activation. "other" is what else is made: results that aren't kept, gradients of activations.
 
     Works on every device, at some microseconds an operation. Scratch memory inside an operation
-    isn't seen, nor an allocator's rounding: for a GPU's see torch.cuda.memory_stats.
+    isn't seen, nor memory that is resized later, nor an allocator's rounding: for a GPU's see
+    torch.cuda.memory_stats.
     """
     timeline = Timeline()
     watcher = _Watcher(timeline)
@@ -178,7 +179,7 @@ def watch(
 
 
 class _Scale(TorchDispatchMode):
-    """A mode that adds up, after every operation, all memory met so far; `most` is the maximum."""
+    """A mode that adds up the live memory after every operation; `most` is the maximum in bytes."""
 
     def __init__(self, known: Iterable[Tensor]):
         super().__init__()

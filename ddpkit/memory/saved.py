@@ -14,8 +14,9 @@ from .states import address
 class Saved(NamedTuple):
     """A piece of memory that is kept for backward.
 
-    where: the module that keeps it, "" in a function. shape, dtype: of the first tensor there.
-    nbytes: of the whole piece, since it can't be freed in parts.
+    where: the name of the module in whose forward it was kept, such as "blocks.0.qkv"; "" in the
+    outermost module or a plain function. shape, dtype: of the tensor that was kept first; others
+    may share its memory. nbytes: of the whole piece, since it can't be freed in parts.
     """
 
     where: str
@@ -25,12 +26,11 @@ class Saved(NamedTuple):
 
 
 def measure_saved(fn: Callable, *args) -> list[Saved]:
-    """Call `fn(*args)`; return what autograd keeps of it for backward, in order.
+    """Call `fn(*args)`; return what autograd keeps for its backward, in the order of keeping.
 
-    fn: a module, whose parts are then named as in `named_modules`, or any function. Parameters are
-    left out: they exist anyway. Memory that several operations keep is listed once.
-
-    It works on the meta device as well, where nothing is computed and a layer of any size fits.
+    fn: a module, whose parts are then named as in `named_modules`, or any function; its result is
+    dropped. Parameters are left out: they exist anyway. Memory that several operations keep is
+    listed once. It works on the meta device as well, where a layer of any size fits.
     """
     modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
     names = {id(part): name for name, part in modules}
@@ -49,7 +49,10 @@ def measure_saved(fn: Callable, *args) -> list[Saved]:
 
 
 def _where(names: dict[int, str]) -> str:
-    """Name the innermost of these modules, the one at work."""
+    """Return the name of the innermost module whose `forward` is running now; "" if none is.
+
+    names: {id of a module: its name}. Call it from a hook of autograd, in the thread of forward.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         module = id(frame.f_locals.get("self"))

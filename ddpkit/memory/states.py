@@ -1,4 +1,4 @@
-"""Model states: what parameters, gradients and optimizer take; and the GPUs that hold them."""
+"""Model states: the bytes of parameters, gradients and optimizer state, and the GPUs they need."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class ModelStates(NamedTuple):
         return sum(self)
 
 
-PRECISIONS = {  # bytes a number that is trained; the optimizer: AdamW, with its master copy
+PRECISIONS = {  # bytes a trained number; the optimizer: AdamW, with a master copy if mixed
     "fp32": ModelStates(4, 4, 8),  # the parameter is its own master copy
     "mixed": ModelStates(2, 2, 12),
     "mixed, fp32 gradients": ModelStates(2, 4, 12),
@@ -56,8 +56,9 @@ def model_states(
 def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelStates:
     """Count the bytes of the tensors that exist; a tensor under two names counts once.
 
-    Parameters in the optimizer that aren't the model's are master copies and count as the
-    optimizer's. AdamW also counts steps, in 4 bytes a parameter tensor, which no formula includes.
+    A view counts with all the memory behind it; buffers don't count. Parameters in the optimizer
+    that aren't the model's are master copies, and count, with their gradients, as the optimizer's.
+    So do AdamW's step counters, 4 bytes a parameter tensor, which `model_states` leaves out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -65,7 +66,7 @@ def count_states(model: nn.Module, optimizer: Optimizer | None = None) -> ModelS
 
 
 def remembered(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """List the tensors that the optimizer has and the model hasn't: state, master copies."""
+    """List the tensors that only the optimizer has: state, master copies, their gradients."""
     if optimizer is None:
         return []
     own = {id(parameter) for parameter in model.parameters()}
@@ -81,7 +82,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def address(tensor: Tensor) -> int:
-    """Return a number that all tensors with the same memory share, even on the meta device."""
+    """Return a number that all tensors with the same storage share, even on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -90,9 +91,10 @@ def gpus_needed(
 ) -> int:
     """Compute the fewest GPUs W that hold all model states, sharded, and the activations.
 
-    capacity_bytes: of a GPU. sharded: the part of the activations of which each GPU has 1/W; it has
-    all of the rest. From state / W + activations · (1 - sharded + sharded / W) <= capacity.
-    ValueError: the part that every GPU must have doesn't fit, however many there are.
+    capacity_bytes: the memory of one GPU. sharded: the fraction of the activations that is divided
+    among the GPUs; each holds all the rest. So W is the least number for which
+    state / W + activations · (1 - sharded + sharded / W) <= capacity.
+    ValueError: the rest alone fills a GPU, however many there are.
     """
     shared = Fraction(sharded) * activation_bytes
     whole = activation_bytes - shared

@@ -1,8 +1,9 @@
 """Run a schedule without a process: does it hang, which ranks are idle, what do stages hold?
 
-A rank does its actions in order. A forward needs the output of the stage before, a backward (or its
-input part) the forward and the gradient from the stage after, a weight part the input part. These
-rules are enough to find every fault of a schedule; `ddpkit.pipeline.schedules` has the notation.
+A rank does its actions in order: "1F0", stage 1's forward of micro-batch 0; "1B0", its backward, or
+in two parts "1I0", the input's gradient, and "1W0", the weights'. F needs the output of the stage
+before, B and I their F and the gradient from the stage after, W its I. These rules are enough to
+find every hang, and what is missing or repeated. `schedules` has more on the notation.
 
 PyTorch's counterparts are private: `_validate_schedule`, `_simulate_comms_compute` and
 `_add_send_recv` in `torch.distributed.pipelining.schedules`. Notebook 10.
@@ -18,7 +19,7 @@ from .schedules import Schedule, parse
 def rank_of_stage(schedule: Schedule) -> dict[int, int]:
     """Return {stage: the rank that has it}.
 
-    ValueError: two ranks have it; actions aren't in lists.
+    ValueError: two ranks have it; a word isn't an action; a rank has a string, not a list.
     """
     ranks: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
@@ -35,8 +36,8 @@ def rank_of_stage(schedule: Schedule) -> dict[int, int]:
 def validate(schedule: Schedule) -> None:
     """Raise ValueError, in words, unless every rank can do its actions, in order, to the end.
 
-    Every stage needs a forward of every micro-batch and a backward, whole or in both parts, each
-    once; what an action needs must be done before it; and no ranks may wait for each other.
+    Every stage, at least stage 0, needs a forward of every micro-batch and a backward, whole or in
+    both parts, each once; what an action needs must come first; no ranks may wait for each other.
     """
     ranks = rank_of_stage(schedule)
     times = Counter(all_actions(schedule))
@@ -65,9 +66,9 @@ def validate(schedule: Schedule) -> None:
 
 
 def needs(action: str, actions: set[str]) -> list[str]:
-    """List what must be done before an action, on its own stage and on a stage next to it.
+    """List the actions that must be done before one, on its own stage and on a stage next to it.
 
-    actions: all of the schedule's; they decide between B and I.
+    actions: all of the schedule's; no others are listed. "1B0" needs "1F0", and "2B0" or "2I0".
     """
     stage, kind, micro_batch = parse(action)
     if kind == "F":
@@ -88,7 +89,7 @@ def all_actions(schedule: Schedule) -> list[str]:
 def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
     """Yield (rank, action) in a possible order: in each round, one action of every rank that can.
 
-    Ends early where every rank waits for another.
+    Ends early, without an error, where no rank can do its next action.
     """
     left = [list(map(str, actions)) for actions in schedule]
     everything = set(all_actions(schedule))
@@ -106,10 +107,10 @@ def in_turn(schedule: Schedule) -> Iterator[tuple[int, str]]:
 def messages(schedule: Schedule) -> Schedule:
     """Add to a schedule what each rank sends and receives, in PyTorch's words, as "0SEND_F3".
 
-    A message is sent right after the action that made it, "0SEND_F3" after "0F3"; at that moment of
-    the dry run the other side starts to receive, "1RECV_F3". So two ranks agree on the order of all
-    messages between them, both ways: NCCL carries them one after the other, and hangs where both
-    sides send first. Where a schedule hangs, its receives end.
+    Returns a new schedule. A message, an output F3 or a gradient B3, is sent right after the action
+    that made it; at that moment of the dry run the other rank starts to receive, "1RECV_F3". So two
+    ranks agree on the order of all messages between them, both ways: NCCL carries them one by one,
+    and hangs where both send first. What a hang leaves undone comes last, and isn't received.
     """
     ranks = rank_of_stage(schedule)
     program = [[] for _ in schedule]
@@ -123,10 +124,10 @@ def messages(schedule: Schedule) -> Schedule:
 
 
 def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
-    """Return what an action adds to the programs of two ranks, the sender and the receiver.
+    """Return what an action adds to the lists of two ranks, the sender's and the receiver's.
 
-    [(its rank, [action, send]), (the other rank, [receive])]; without a message [(its rank,
-    [action]), (its rank, [])].
+    message("0F3", {0: 0, 1: 1}) is [(0, ["0F3", "0SEND_F3"]), (1, ["1RECV_F3"])]. Without a
+    message, as for "0W3", it is [(0, ["0W3"]), (0, [])]. ranks: {stage: its rank}.
     """
     stage, kind, micro_batch = parse(action)
     way = "F" if kind == "F" else "B"
@@ -142,7 +143,7 @@ def message(action: str, ranks: dict[int, int]) -> list[tuple[int, list[str]]]:
 
 
 def cycle(schedule: Schedule, done: set[str]) -> str:
-    """Say, in a sentence, which rank waits for which, once `done` is done and no rank can go on."""
+    """Return a sentence on which rank waits for which when, with `done` done, no rank can go on."""
     everything = all_actions(schedule)
     ranks = rank_of_stage(schedule)
     first = {}
@@ -170,9 +171,9 @@ def simulate(
     I: float = 1,  # noqa: E741
     W: float = 1,
 ) -> dict[str, tuple[float, float]]:
-    """Return {action: (start, end)} in ticks: an action takes F, B, I or W of them, a message none.
+    """Return {action: (start, end)} in ticks, each as early as possible; messages take none.
 
-    ValueError: the schedule is wrong, or would hang.
+    F, B, I, W: of a forward, a backward, its two parts. ValueError: the schedule is wrong or hangs.
     """
     validate(schedule)
     ticks = {"F": F, "B": B, "I": I, "W": W}
@@ -190,7 +191,7 @@ def simulate(
 def idle(schedule: Schedule, **ticks: float) -> list[float]:
     """Return, for each rank, the ticks in which it does nothing until the last rank has finished.
 
-    ticks: as for `simulate`. Notebook 10.
+    ticks, ValueError: as for `simulate`. Notebook 10.
     """
     when = simulate(schedule, **ticks)
     whole = max(end for _, end in when.values())
@@ -204,7 +205,7 @@ def idle(schedule: Schedule, **ticks: float) -> list[float]:
 def held(schedule: Schedule) -> dict[int, int]:
     """Return {stage: the most micro-batches whose activations it holds at a time}.
 
-    They are held from the forward until the backward, or its weight part, is done.
+    They are held from the forward until the backward, or its weight part. Nothing is validated.
     """
     most, now = Counter(), Counter()
     for stage, kind, _ in map(parse, all_actions(schedule)):

@@ -25,10 +25,11 @@ class Pipeline:
 
     stages: those that the schedule gives to this rank. loss: called with the last stage's output
     and a micro-batch's targets; returns their mean loss. tied: this rank's copy of a weight that
-    first and last stage share; None on other ranks. validate: False lets a schedule run that would
-    hang.
+    first and last stage share; None on other ranks. validate: False lets a wrong schedule run, such
+    as one that hangs.
 
-    spans: of the last step [(action, begin, end)], `time.perf_counter()` around computing alone.
+    spans: of the last step [(action, begin, end)], for example ("0F3", 1.25, 1.5) for stage 0's
+    forward of micro-batch 3, in seconds of `time.perf_counter()` around computing alone.
     ValueError: the schedule is wrong, or is for other ranks or stages than these.
     """
 
@@ -74,7 +75,8 @@ class Pipeline:
         """Run forward and backward of a batch; return its mean loss, on every rank.
 
         inputs: the whole batch, for stage 0; targets: for the last stage; None on other ranks, or
-        the same. ValueError: their rows can't be dealt out evenly: a mean of means would be wrong.
+        the same. Gradients are added to `.grad`. ValueError: a stage lacks its rows, or they can't
+        be dealt out evenly: a mean of means would be wrong.
         """
         self.inputs = self.cut(inputs, "inputs", needed=0 in self.stages)
         self.targets = self.cut(targets, "targets", needed=max(self.ranks) in self.stages)
@@ -104,7 +106,10 @@ class Pipeline:
         return loss
 
     def cut(self, batch: Tensor | None, name: str, needed: bool) -> list:
-        """Return a batch's micro-batches; all None if there is no batch, and none is `needed`."""
+        """Return the micro-batches of `batch`; if that is None, and not `needed`, as many None.
+
+        name: "inputs" or "targets", for the text of the ValueErrors that `step` names.
+        """
         m = self.micro_batches
         if batch is None and needed:
             got = f"rank {self.rank} got no {name}"
@@ -116,18 +121,18 @@ class Pipeline:
         return [None] * m if batch is None else list(batch.chunk(m))
 
     def share_of_loss(self, k: int, y: Tensor) -> Tensor:
-        """Return micro-batch k's part of the batch's mean loss; its own mean is m times that."""
+        """Return micro-batch k's mean loss / their number, its share of the batch's mean loss."""
         return self.loss(y, self.targets[k]) / self.micro_batches
 
     @contextlib.contextmanager
     def timed(self, word: str) -> Iterator[None]:
-        """Add to `spans` when the computing inside began and ended."""
+        """Add to `spans` when the computing inside began and ended. word: its action, as "0F3"."""
         begin = time.perf_counter()
         yield
         self.spans.append((word, begin, time.perf_counter()))
 
     def forward(self, word: str, number: int, k: int) -> None:
-        """Take micro-batch k through a stage, once its input is here, and hand on the output."""
+        """Do the action `word`: take micro-batch k through stage `number`; hand on the output."""
         stage = self.stages[number]
         last = number == max(self.ranks)  # its output is the loss: no stage comes after
         x = self.inputs[k] if number == 0 else self.mail.take(number, "F", k)
@@ -139,7 +144,10 @@ class Pipeline:
             self.mail.hand_on(y, number + 1, "F", k)
 
     def backward(self, word: str, number: int, k: int, whole: bool) -> None:
-        """Run a stage's backward, `whole` or its input part, and hand on the input's gradient."""
+        """Do the action `word`: run backward of stage `number`; hand on the input's gradient.
+
+        whole: False computes that gradient alone; those of the weights are left to a later action.
+        """
         stage = self.stages[number]
         last = number == max(self.ranks)
         gradient = None if last else self.mail.take(number, "B", k)
@@ -152,7 +160,7 @@ class Pipeline:
     def synchronize(self) -> None:
         """Make the tied weight's gradient the sum of both copies', before the optimizer's step.
 
-        It is an all-reduce between first and last rank: each sends its gradient once.
+        It is an all-reduce between first and last rank: each sends its gradient, or zeros, once.
         """
         if self.tied is None or self.first == self.last:
             return

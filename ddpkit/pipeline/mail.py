@@ -13,7 +13,7 @@ class Mail:
 
     stages: {number: stage} of this rank. ranks: {number: its rank in `group`} of all stages. A
     message is named by the stage that needs it, "F" (an activation) or "B" (a gradient), and the
-    micro-batch: (1, "F", 3).
+    micro-batch: (1, "F", 3). The name isn't sent: two ranks must send and receive in one order.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Mail:
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def hand_on(self, made: Tensor, to: int, way: str, k: int) -> None:
-        """Send an activation or a gradient to a neighbouring stage, and go on at once."""
+        """Begin to send `made`, the message (to, way, k); within a rank, keep it for `take`."""
         if to in self.stages:  # both stages are on this rank: no message
             self.arriving[to, way, k] = made, None
             return
@@ -39,7 +39,7 @@ class Mail:
         self.sent.append((work, made))  # which must live until it has gone
 
     def receive(self, number: int, way: str, k: int) -> None:
-        """Begin to receive what stage `number` needs for micro-batch k: way "F" or "B"."""
+        """Begin to receive the message (number, way, k): for "B" only after that forward."""
         stage = self.stages[number]
         if way == "F":
             source = number - 1
@@ -53,7 +53,7 @@ class Mail:
         self.arriving[number, way, k] = buffer, work
 
     def take(self, number: int, way: str, k: int) -> Tensor:
-        """Return what stage `number` needs for micro-batch k, once it is here."""
+        """Return the tensor of the message (number, way, k), once it is here."""
         if (number, way, k) not in self.arriving:  # in a schedule that hangs
             self.receive(number, way, k)
         buffer, work = self.arriving.pop((number, way, k))

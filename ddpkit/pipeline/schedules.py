@@ -14,9 +14,11 @@ list of actions for each rank: [["0F0", "0B0"], ["1F0", "1B0"]].
       p divides m                       1/v as long                 1/v as large
     zero_bubble(p, m)                   (p-1)(F+B-2W)               p
 
-These hold from m = p on; F, B, W: ticks of a forward, a whole backward, its weight part. PyTorch
-has these as ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble,
-in `torch.distributed.pipelining`. Notebook 10.
+p stages (interleaved: ranks), m micro-batches, v stages a rank. F, B, W: ticks of a forward, a
+whole backward, its weight part. All hold from m = p on; F+B-2W needs a W of at most F and B-W.
+
+PyTorch's ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble, in
+`torch.distributed.pipelining`. Notebook 10.
 """
 
 import math
@@ -57,16 +59,16 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
-    """Return 1F1B with several thin stages a rank, every `ranks`-th: the pipeline fills sooner.
+    """Return 1F1B with several thin stages a rank, so that the pipeline fills sooner.
 
-    Micro-batches go in groups of `ranks`: a rank takes a group through its first stage, then
-    through its second. If some would be left over, groups are larger. Narayanan et al. 2021,
-    section 2.2. Notebook 10.
+    Rank r has the stages r, r + ranks, ... Micro-batches go in groups of `ranks`: a rank takes a
+    group through its first stage, then through its second. If `ranks` doesn't divide them, some
+    groups are larger. Narayanan et al. 2021, section 2.2. Notebook 10.
     """
     check_counts(ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
     groups = max(1, micro_batches // ranks)
     ends = [micro_batches * (group + 1) // groups for group in range(groups)]
-    largest = -(-micro_batches // groups)
+    largest = -(-micro_batches // groups)  # of the groups, in micro-batches
     schedule = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
@@ -87,8 +89,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
     """Return 1F1B with weight parts delayed until a stage would be idle.
 
-    ZB1P, "ZB-H1" in Qi et al. 2023. Stage s runs s weight parts behind, and catches up while the
-    last gradients travel to stage 0. Notebook 10.
+    ZB1P, "ZB-H1" in Qi et al. 2023. In stage s, weight part k comes right after input part k + s;
+    the last s weight parts run while the last gradients travel to stage 0. Notebook 10.
     """
     check_counts(stages=stages, micro_batches=micro_batches)
     schedule = []
@@ -113,7 +115,7 @@ def each(stage: int, kind: str, end: int, first: int = 0) -> list[str]:
 
 
 def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str]:
-    """Put `ahead` forwards first, then one forward, one backward, then the remaining backwards."""
+    """Return `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
     actions = forwards[:ahead]  # warm-up; then the steady state, then the rest
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
@@ -121,7 +123,7 @@ def alternate(forwards: list[str], backwards: list[str], ahead: int) -> list[str
 
 
 def parse(action: str) -> tuple[int, str, int]:
-    """Split an action into (stage, kind, micro-batch). ValueError: it isn't one."""
+    """Split an action: parse("1F0") is (1, "F", 0). ValueError: it isn't one."""
     found = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action))
     if found is None:
         form = 'a stage, one of F, B, I, W, and a micro-batch, as in "0F3"'
@@ -131,10 +133,9 @@ def parse(action: str) -> tuple[int, str, int]:
 
 
 def fewest_ticks(stages: int, micro_batches: int, most: int) -> int:
-    """Return a lower bound on the ticks of every schedule, where F, I and W take one each.
+    """Return a lower bound on any schedule's ticks; F, I and W take one each, a rank has one stage.
 
-    It is the largest of three bounds. most: the micro-batches that a stage may hold at a time.
-    Notebook 10.
+    most: the micro-batches that a stage may hold at a time. Notebook 10.
     """
     busy = 3 * micro_batches
     # The last stage begins p - 1 ticks late.

@@ -5,9 +5,9 @@
     parts.weight()              # adds to every weight's .grad
 
 autograd.grad(y, x), then autograd.grad(y, weights), would walk from y to x twice: a weight's
-gradient needs those of all activations behind it. Here the first walk, along the nodes between y
-and x, notes the gradient that comes to each node from which weights branch off. The second begins
-at these nodes, and computes nothing but the products for the weights.
+gradient needs those of all activations between it and y. Here the first walk, along the nodes of
+autograd's graph from y to x, notes the gradient that comes to each node from which weights branch
+off. The second begins at these nodes, and computes nothing but the products for the weights.
 
 PyTorch's pipelines do the same in `torch.distributed.pipelining._backward`; the idea is from Qi et
 al. 2023, section 2. Notebook 10.
@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 class SplitBackward:
     """A backward from `y` to `x` and to `weights`, in two parts, each called once.
 
-    x: a leaf that y depends on. A weight that is used in two places gets its gradient together with
-    the input's.
+    x: a leaf that y depends on and that needs a gradient. All gradients are added to `.grad`.
+    `input` also adds those of weights that are used in two places.
     """
 
     def __init__(self, y: Tensor, x: Tensor, weights: Iterable[nn.Parameter]):
@@ -41,7 +41,7 @@ class SplitBackward:
         self.came: dict[Node, tuple] = {}  # {node: the gradients that arrived at it}
 
     def input(self, gradient: Tensor | None = None) -> Tensor:
-        """Compute and return the gradient of `x`. gradient: of `y`; None if y is one number."""
+        """Run backward to `x`; return `x.grad`. gradient: of `y`; None if y is one number."""
         # The hooks run while autograd walks, on its own thread on a GPU.
         hooks = [node.register_prehook(self.note(node)) for node in self.branches]
         try:
@@ -53,7 +53,7 @@ class SplitBackward:
         return self.x.grad
 
     def note(self, node: Node):
-        """Return a hook that stores, in `came`, the gradients that arrive at a node."""
+        """Return a hook that stores in `came[node]` the gradients of all the node's outputs."""
 
         def keep(gradients):
             self.came[node] = gradients
@@ -61,7 +61,7 @@ class SplitBackward:
         return keep
 
     def weight(self) -> None:
-        """Add to the gradients of the weights, and free the graph."""
+        """Add to the gradients of the weights, and free the graph; before `input`, add nothing."""
         # From each noted node one product to its weights, and no step further.
         for node, weights in self.branches.items():
             if weights and node in self.came:
@@ -78,10 +78,11 @@ class SplitBackward:
 
 
 def branches(y: Tensor, x: Tensor, weights: set[nn.Parameter]) -> dict[Node, list[nn.Parameter]]:
-    """Return {node on the way from `y` to `x`: the weights that hang on it directly}.
+    """Return {node on the way from `y` to `x`: the weights that branch off from it}.
 
-    Directly: through no other node on the way. A weight is listed once for each node through which
-    it can be reached, even by a view or a cast.
+    A weight branches off where autograd's graph leads from the node to it through no other node on
+    the way, if need be through a view or a cast. It is listed for each such node, and twice if two
+    inputs of one node lead to it. Nodes without weights are left out.
     """
     end = get_gradient_edge(x).node
     start = get_gradient_edge(y).node

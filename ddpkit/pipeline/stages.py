@@ -24,7 +24,7 @@ class PipelineStage:
     other raises ValueError.
 
     Gradients add up in the parameters' `.grad`. kept: {micro-batch: (input, output)}, for backward.
-    most_held: the most micro-batches in `kept` at a time.
+    most_held: the most micro-batches that were ever in `kept` at a time.
     """
 
     def __init__(self, module: nn.Module, number: int, receives: Tensor | None = None):
@@ -35,18 +35,18 @@ class PipelineStage:
         self.number = number
         self.receives = receives
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.weight_parts: dict[int, Callable[[], None]] = {}
+        self.weight_parts: dict[int, Callable[[], None]] = {}  # {micro-batch: what is to run}
         self.most_held = 0
 
     def reset(self) -> None:
-        """Drop what is left of a step that ended early."""
+        """Drop the micro-batches that a step which ended early has left in `kept`."""
         self.kept.clear()
         self.weight_parts.clear()
 
     def forward(self, k: int, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Take micro-batch `k` through these layers, and `loss` if given; return the result.
+        """Take micro-batch `k` through these layers, and `loss` if given; return a detached result.
 
-        x, and with it the graph, is kept for backward.
+        Input and output, and with them the graph, are kept for backward.
         """
         if self.number > 0:  # stage 0 gets data, whose gradient isn't needed
             x = x.detach().requires_grad_()
@@ -60,7 +60,7 @@ class PipelineStage:
     def backward(self, k: int, gradient: Tensor | None) -> Tensor | None:
         """Run backward of micro-batch `k`; return the gradient of its input, None in stage 0.
 
-        gradient: of the output; None if the output is a loss.
+        gradient: of the output; None if the output is a loss. KeyError: `k` had no forward.
         """
         x, y = self.kept.pop(k)  # the activations are free once backward has used them
         self.whole_backward(y, gradient)
@@ -73,7 +73,7 @@ class PipelineStage:
     def backward_input(self, k: int, gradient: Tensor | None) -> Tensor | None:
         """Run the input's part of backward; return the input's gradient, None in stage 0.
 
-        `backward_weight` does the weights' part.
+        `backward_weight` does the weights' part: in stage 0, whose input needs none, all of it.
         """
         x, y = self.kept[k]
         if self.number == 0:  # no input part: the weights' part is all of backward
@@ -109,7 +109,7 @@ def cut_layers(
 
     @cache
     def cheapest(start: int, parts: int) -> tuple[float, list[int]]:
-        """Return (cost of the most expensive part, each part's layers) from layer `start` on."""
+        """Return (cost of the dearest part, each part's number of layers) from layer `start` on."""
         if parts == 1:
             return sum(costs[start:]), [len(layers) - start]
         # Try every length of the first part; the others are cut as well as can be.
@@ -137,13 +137,13 @@ def multiplications(layer: nn.Module) -> int:
 def gpt_layers(model: GPT) -> list[nn.Module]:
     """List the model's own layers: called one after the other, they compute what the model does.
 
-    First and last share one weight, `model.tokens.weight`: pass it to `Pipeline(tied=...)`.
+    First and last share `model.tokens.weight`: pass it to `Pipeline(tied=...)` on their ranks.
     """
     return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
 class Embedding(nn.Module):
-    """The first layer of a GPT: (n, length) tokens to (n, length, width)."""
+    """The first layer of a GPT: (n, length) tokens to vectors, (n, length, width), with dropout."""
 
     def __init__(self, model: GPT):
         super().__init__()

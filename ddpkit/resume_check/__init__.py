@@ -1,5 +1,5 @@
-"""Does a script that was killed and started again go on as if nothing had happened?
+"""Check that a training script, killed and started again, goes on as if nothing had happened.
 
-`python -m ddpkit.resume_check -- torchrun --nproc-per-node 2 train.py ARGS` runs anybody's script
-to its end, runs it again, kills it, starts it again, and compares step by step. Notebook 15.
+`python -m ddpkit.resume_check -- torchrun --nproc-per-node 2 train.py ARGS` runs any script to its
+end, runs it again, kills it, starts it again, and compares update by update. Notebook 15.
 """

@@ -5,6 +5,6 @@ import sys
 
 from .command import main
 
-# As Ctrl-C does: the script that runs is ended, and its copies are removed.
+# SIGTERM acts as Ctrl-C does: the script that runs is ended, and its copies are removed.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 sys.exit(main())

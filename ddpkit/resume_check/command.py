@@ -4,10 +4,10 @@
     python -m ddpkit.resume_check --folder out -- python train.py
     python -m ddpkit.resume_check --again="--resume last.pt" -- python train.py
 
-The command runs the script to its end, runs it again and kills it by SIGKILL, once after an update
-and once in the middle of a save, starts it again, and compares each update with the uninterrupted
-run. Every run has its own copy of the current folder, without `NOT_COPIED`. Exit code: 0 if the
-script goes on exactly, 1 if something is lost, 2 if that can't be decided.
+The command runs the script to its end, and twice more: once it kills it by SIGKILL after an update,
+once in the middle of a save, starts it again, and compares each update with the uninterrupted run.
+Every run has its own copy of the current folder, without `NOT_COPIED`; with --folder, of that one.
+Exit code: 0 if the script goes on exactly, 1 if something is lost, 2 if that can't be decided.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STARTS = {"python", "python3"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options of a command line; `command` is the list of words after --."""
+    """Return the options; `command` is the list of words after --. SystemExit: a wrong option."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     says = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
@@ -73,11 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
 def with_witness(command: list[str]) -> list[str]:
     """Return the command with our file, `script.py`, before the user's script, which it then runs.
 
-    The Python that runs us is put at the beginning, for torchrun as well.
+    Its first word is replaced by the Python that runs us, for torchrun as well.
 
-    command: its words, such as ["torchrun", "train.py"].
-    CannotTell: there is no file in it that ends in .py, or it begins with neither torchrun nor
-        python.
+    command: its words, such as ["torchrun", "train.py"]. The first that ends in .py is the script.
+    CannotTell: it has none, or there is no such file; or it begins with neither torchrun nor python
+        (python3, python3.12, or a path to one).
     """
     if not command:
         raise CannotTell("expected a command after --, such as: -- python train.py")
@@ -95,10 +95,10 @@ def with_witness(command: list[str]) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options. CannotTell: one can't be met; the message says which, and what to do.
+    """Check the options. CannotTell: one has a wrong value; the message says what to do.
 
     Without --folder, the current folder must have no more than `MOST_BYTES`, since each run copies
-    it.
+    it. --folder must be inside the current folder.
     """
     if options.times < 1:
         raise CannotTell(f"expected --times of 1 or more, got {options.times}")
@@ -123,8 +123,9 @@ def check(options: argparse.Namespace) -> None:
 def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     """Run the script uninterrupted, then once for each kill; yield a verdict on each kill.
 
-    CannotTell: the options can't be met, or the uninterrupted script fails or makes fewer than 2
-        updates.
+    `options.command` is changed in place, by `with_witness`.
+    CannotTell: a wrong option; the uninterrupted script fails, or makes fewer than 2 updates; a
+        start takes longer than --timeout; two runs differ before the kill, or one ends before it.
     """
     options.command = with_witness(options.command)
     check(options)
@@ -142,17 +143,17 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 
 
 def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
-    """Choose when the script is killed: after an update, and in a save.
+    """Choose when the script is killed: after an update, and in the middle of a save.
 
     Return [(when, in words)], where `when` is "step 7", after 7 updates, or "save 2", in the middle
-    of the second save of the rank that saves first. The update is the one that follows the last
-    save (or an earlier one, so that `--times` kills find saves) or that of --kill-after-step, which
-    is then the only kill. There is no save to kill it in if that rank never saves again after a
-    later update.
+    of a rank's second torch.save. With --kill-after-step 7 the only kill is "step 7". Otherwise the
+    first comes one update after the last save that two more updates follow; with --times, after an
+    earlier save, so that further kills find saves. The second comes in a save of the lowest rank
+    that saves: the first save after a later update than its first one's. It may have none.
 
     whole: the uninterrupted run.
-    CannotTell: the script makes too few updates, or never calls torch.save and there is no
-        --kill-after-step.
+    CannotTell: the script makes too few updates for --kill-after-step, or, without that option,
+        never calls torch.save.
     """
     most = whole.updates - 1
     if options.kill_after_step is not None:
@@ -167,7 +168,7 @@ def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
     step = (saved[(len(saved) - 1) // options.times] if saved else most - 1) + 1
     again = f", {options.times} times" if options.times > 1 else ""
     found = [(f"step {step}", f"after update {step}{again}")]
-    # Of the rank that saves first: of its saves the first that has a whole one before it.
+    # Of the lowest rank that saves: of its saves the first that has a whole one before it.
     rank = whole.saves[0]["rank"]
     of_rank = [save for save in whole.saves if save["rank"] == rank]
     later = [save for save in of_rank if save["updates"] > of_rank[0]["updates"]]
@@ -180,7 +181,7 @@ def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
 def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[Attempt]:
     """Run the script in a copy of this folder until it ends; start it again after each kill.
 
-    Return an `Attempt` for each start, in order.
+    Return an `Attempt` for each start, in order. One that ends without a kill is the last.
 
     folder: a new folder, for the copy and for what the starts record.
     kills: when each start but the last is to be killed, such as "step 7" or "save 2".
@@ -199,10 +200,10 @@ def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[A
 
 
 def copy_here(copy: Path, folder: str | None) -> None:
-    """Copy the current folder to `copy`, or link all that is in it but `folder`, which is copied.
+    """Copy the current folder to `copy`, without `NOT_COPIED`; or copy `folder`, and link the rest.
 
-    `NOT_COPIED` are left out of the copy of the whole folder. If `folder` is nested, the outermost
-    folder that has it is copied.
+    folder: --folder, where the script saves, or None. Of "out/runs" all of "out" is copied, if it
+        exists. What the script writes into a linked folder changes the original.
     """
     if folder is None:
         ignore = shutil.ignore_patterns(*NOT_COPIED)
@@ -246,9 +247,10 @@ def start(command: list[str], copy: Path, record: Path, kill: str, timeout: floa
 
 
 def end_all(process: subprocess.Popen, record: Path) -> None:
-    """Kill what is left of a start: its process group, and the ranks, which torchrun sets apart.
+    """Kill what is left of a start: its process group, and torchrun's ranks, which have others.
 
-    A process counts as a rank only if its environment names `record`, so that no other is killed.
+    A process counts as a rank only if its environment, in /proc, names `record`, so that no other
+    is killed; without /proc no rank is.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

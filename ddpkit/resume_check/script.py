@@ -1,7 +1,7 @@
-"""Run a script with a witness; `ddpkit.resume_check.command` puts this file before the script.
+"""Run a script with a `Witness`, which writes down its updates and saves, and kills it when asked.
 
-It is called as `script.py SCRIPT ARGS`. The environment says where the witness writes,
-DDPKIT_RESUME_FOLDER, and when it kills the run, DDPKIT_RESUME_KILL, such as "step 7".
+`ddpkit.resume_check.command` calls it: `python script.py SCRIPT ARGS`. The environment says where
+the witness writes, DDPKIT_RESUME_FOLDER, and when it kills the run, DDPKIT_RESUME_KILL ("step 7").
 """
 
 import os
@@ -13,7 +13,7 @@ from ddpkit.resume_check.witness import Witness
 
 
 def main(script: str, *arguments: str) -> None:
-    """Run a script inside a witness that writes down what its training does.
+    """Run a script as `__main__` inside a `Witness`; set sys.argv and sys.path[0] as Python does.
 
     arguments: the script's own.
     """

@@ -21,11 +21,11 @@ class Attempt:
 
     ranks: for each rank, a list with one record for each of its updates, {"losses", "samples",
         "before", ...}, as `Witness` writes them.
-    saves: the saves of all ranks: {"save": path, "updates": made before it, "number", "whole",
-        "rank"}.
+    saves: the saves of all ranks: {"save": path, "updates": the rank's in this start before it,
+        "number": among the rank's saves, "whole": False if the kill cut it short, "rank"}.
     code: its exit code; negative if a signal ended it.
     output: what it printed.
-    start: the number of updates of the training that were made before this start.
+    start: the index of its first update in the training; 0 until `judge` has found it.
     """
 
     ranks: list[list[dict]]
@@ -36,7 +36,7 @@ class Attempt:
 
     @property
     def updates(self) -> int:
-        """Return the number of updates that every rank has made."""
+        """Return the number of updates that every rank has made in this start."""
         return min(map(len, self.ranks), default=0)
 
     def at(self, update: int) -> list[dict]:
@@ -90,8 +90,8 @@ def judge(kill: str, whole: Attempt, attempts: list[Attempt]) -> Verdict:
 
     kill: when it was killed, in words.
     whole: the uninterrupted run.
-    attempts: the start that was killed, and those that followed it.
-    CannotTell: the two differ before the kill, or the first start ended before it was killed.
+    attempts: the start that was killed, and those that followed it, whose `start` is set here.
+    CannotTell: the two differ before the kill, or the first start ended well before it was killed.
     """
     verdict = Verdict(kill)
     check_alike(whole, attempts[0])
@@ -131,7 +131,7 @@ def check_alike(whole: Attempt, first: Attempt) -> None:
 def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
     """Return a sentence on why the resumed run ended without an update, with what it raised.
 
-    It blames the kill's unfinished save if there is one.
+    If the kill left a save unfinished, the sentence says that the run reads it, a guess.
     """
     said = f"everything: started again, it ends with exit code {resumed.code}"
     torn = [save["save"] for save in killed.saves if not save["whole"]]
@@ -144,20 +144,20 @@ def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
 
 
 def what_it_raised(output: str) -> str:
-    """Return the first line in an output that is an error, or otherwise its last `LINES` lines.
+    """Return the first line of an output that begins with an exception's name, or its last `LINES`.
 
-    The summary of torchrun counts as no error.
+    The summary of torchrun, ChildFailedError, doesn't count.
     """
     errors = [line for line in output.splitlines() if ERROR.match(line)]
     return errors[0] if errors else "\n    ".join(output.splitlines()[-LINES:])
 
 
 def find_start(whole: Attempt, attempts: list[Attempt], resumed: Attempt, verdict: Verdict) -> int:
-    """Return the index of the update before which the parameters are those of the resumed run.
+    """Return the index of the update before which rank 0 has the parameters that `resumed` has.
 
-    If the values are right but in other parameters' places, or are of no update, this is added to
-    `verdict.lost`; in the second case the index is guessed from the number of updates that
-    follow.
+    Of several, it is the one that leaves as many updates as the resumed run makes, or is nearest to
+    that. If no update has them, but one has the same values under other names, its index is
+    returned, and if none has, a guess by the number of updates. Both are added to `verdict.lost`.
 
     whole: the uninterrupted run.
     attempts: all starts of the killed training; those before `resumed` are searched.
@@ -199,7 +199,11 @@ def misplaced(saved: dict[str, str], begins: dict[str, str]) -> str:
 
 
 def look_at_saves(killed: Attempt, resumed: Attempt, verdict: Verdict) -> None:
-    """Compare where the script went on with its last whole save; add what is lost to the verdict.
+    """Say where the script went on after the kill, and add progress that was lost to the verdict.
+
+    Lost is all progress, if it begins anew though there was a save, and saved updates if an older
+    save was taken because numbers were sorted as strings; another older save is only mentioned. A
+    save counts as whole only if no rank's save after the same update was cut short.
 
     killed, resumed: the start that was killed, and the one after it.
     """
@@ -239,7 +243,8 @@ def look_at_first_update(
     one that is reported.
 
     whole: the uninterrupted run.
-    first: the first start that was killed; by it, generators that aren't seeded are known.
+    first: the first start. Random generators that begin it in another state than `whole` aren't
+        seeded, and aren't compared.
     """
     at = resumed.start
     if not resumed.updates or at >= whole.updates or verdict.lost:
@@ -254,12 +259,15 @@ def look_at_first_update(
 
 
 def missing(due: dict, got: dict, updates: list[dict], at: int, seeded: list[str]) -> list[str]:
-    """Return what an update lacks, as a list of sentences.
+    """Return what an update lacks of a rank's state, as a list of sentences.
+
+    Compared are the optimizer's state, learning rates, and samples; and, if samples and parameters
+    agree, random generators (where losses differ) or buffers (where they don't).
 
     due, got: the rank's record of this update in the uninterrupted run, and in the resumed one.
     updates: that rank's records of all updates in the uninterrupted run.
     at: the index of the update.
-    seeded: the names of random generators that have the same state in every run.
+    seeded: the names of the random generators that begin every run in the same state.
     """
     found = []
     if got["moments"] != due["moments"]:
@@ -294,9 +302,9 @@ def schedule(due: dict, got: dict, at: int) -> str:
 
 
 def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> str:
-    """Return a sentence on whose samples an update gets.
+    """Return a sentence on the wrong samples of an update: another update's, or none's.
 
-    got: the rank's record of the update.
+    got: the rank's record of the update, in the resumed run.
     updates: that rank's records of all updates in the uninterrupted run.
     at: the index of the update.
     other: the names of random generators that aren't in the state in which they were.
@@ -317,9 +325,10 @@ def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> 
 
 
 def compare_rest(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> None:
-    """Add to the verdict where losses, rates or parameters differ first.
+    """Add to the verdict where losses, rates or parameters differ first after the kill.
 
-    Also add whether all updates were made, and whether the script ended well.
+    That counts as lost only if nothing was found lost before. A number of updates other than the
+    uninterrupted run's, or an exit code other than 0, is lost in any case.
     """
     if unlike := first_unlike(whole, attempts[1:]):
         update, due, got = unlike
@@ -376,9 +385,10 @@ def first_difference(due: dict, got: dict, update: int) -> str:
 
 
 def keep_ledger(whole: Attempt, attempts: list[Attempt], verdict: Verdict) -> None:
-    """Count the uses of samples by all ranks; add to the verdict whether all are as they should be.
+    """Add to the verdict whether each sample is used as often as in the uninterrupted run.
 
-    An update that is made again replays its samples: only its last time counts.
+    All ranks' uses are summed. Of an update that is made again only the last time counts. A
+    difference counts as lost only if nothing was found lost before.
     """
     counted = {}
     replayed = 0

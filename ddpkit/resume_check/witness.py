@@ -1,7 +1,7 @@
 """Note each update of a training: its state before, its samples, its loss; and kill it when asked.
 
-The witness listens at the same places as `ddpkit.audit.tape`, calls of modules and steps of
-optimizers, and at `torch.save`. It writes a line for each update at once, so that a kill loses
+The witness listens at the same places as `ddpkit.audit.tape`, calls of modules, backward and steps
+of optimizers, and at `torch.save`. It writes a line for each update at once, so that a kill loses
 none.
 """
 
@@ -27,11 +27,12 @@ from ..audit.tape import hook, plain_name
 class Witness:
     """A context manager that writes to `folder` what the training inside does on this rank.
 
-    It writes a JSON line for each event. An update is {"losses", "rates", "samples", "before",
-    "after", "moments", "counters", "buffers", "random"}: its losses and learning rates, digests of
-    its samples, and, by name, digests of parameters before and after it and of the random
-    generators; "counters" are the optimizer's step counters. A save is {"save": path, "updates":
-    made before it, "number": of this rank's saves, "whole": bool}.
+    It adds a JSON line to `folder`/RANK.jsonl for each event. An update, a step of an outermost
+    optimizer, has "losses" and "rates" (learning rates), "samples" (a digest of each), "before" and
+    "after" ({parameter: digest}); and, as it was before the step, "random" ({generator: digest}),
+    "moments" and "buffers" (one digest each) and "counters" (the optimizer's step counters). A save
+    has "save": its path, "updates": made before it, "number": of this rank's saves, from 1, and
+    "whole": False if the kill cut it short.
 
     kill: "step 7" kills the run after 7 updates, "save 2" in the middle of this rank's second
         torch.save, half of which is written; "" never.
@@ -70,7 +71,7 @@ class Witness:
         self.listening.close()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
-        """Note a call of a module: its samples, if it is an outermost call in training."""
+        """Note a module's call, and if outermost and in training, the samples it is given."""
         if self.calls == 0:
             known = any(module is root for root in self.roots)
             if not known and any(True for _ in module.parameters()):
@@ -83,7 +84,7 @@ class Witness:
         self.calls -= 1
 
     def hearing(self, backward: Callable) -> Callable:
-        """Return a function like `backward` that notes the loss from which it begins."""
+        """Return a function like `backward` that notes the loss it begins from, if one number."""
 
         def heard(tensors, *args, **kwargs):
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -121,9 +122,9 @@ class Witness:
                 self.kill()
 
     def saving(self, obj, f, *args, **kwargs):
-        """Save as torch.save does, unless the run is to be killed in the middle of it.
+        """Save as torch.save does, and write the event, unless the kill is due in the middle of it.
 
-        Then only the first half of the bytes is written.
+        Then the event comes first, only the first half of the bytes is written, and the run ends.
         """
         self.saves += 1
         path = str(f if isinstance(f, str | os.PathLike) else getattr(f, "name", "a stream"))
@@ -148,6 +149,7 @@ class Witness:
         """Return {name: digest} of all that the optimizer updates.
 
         The name of a parameter that is in no module that was called is "parameter 3", by its index.
+        Where parameters of two modules have one name, the last counts.
         """
         names = {}
         for root in self.roots:
@@ -190,8 +192,8 @@ def digest(*tensors: Tensor) -> str:
 def rows(inputs: tuple) -> list[str]:
     """Return a hash for each sample of a batch: each row of its tensors, by their bits.
 
-    inputs: the arguments of a module; tensors of another length than the first are left out, and so
-        is all that is no tensor.
+    inputs: the positional arguments of a module; tensors of another length than the first are left
+        out, and so is all that is no tensor.
     """
     columns = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
     columns = [x for x in columns if len(x) == len(columns[0])]
@@ -199,9 +201,9 @@ def rows(inputs: tuple) -> list[str]:
 
 
 def state_of(optimizer: Optimizer) -> tuple[str, list[float]]:
-    """Return (digest of an optimizer's moments, its different step counters, sorted).
+    """Return (digest of an optimizer's moments, its distinct step counters, sorted).
 
-    The digest is "" if there are no moments.
+    Moments are all tensors of its state but "step". The digest is "" if there are none.
     """
     moments = []
     counters = set()
@@ -218,7 +220,7 @@ def state_of(optimizer: Optimizer) -> tuple[str, list[float]]:
 def random_states() -> dict[str, str]:
     """Return {generator: digest of its state}: "torch", "python", "CUDA" and "numpy".
 
-    The last two are there only if the program uses them.
+    The last two are there once CUDA is initialized, and numpy imported, which torch may do itself.
     """
     states = {"torch": digest(torch.get_rng_state()), "python": name_of(random.getstate())}
     if torch.cuda.is_initialized():

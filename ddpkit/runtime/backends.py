@@ -110,11 +110,11 @@ def choose_gloo(reason: str) -> Choice:
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
     """Return the environment variables, {name: value}, with which NCCL lets ranks share a GPU.
 
-    From version 2.30 on, one variable allows it; others prevent hangs. Before, NCCL refuses two
-    ranks on one GPU if they are on the same host, which it knows by NCCL_HOSTID: so each rank
-    claims to be on its own ("{rank}" in a value stands for it), and data goes through sockets.
+    From version 2.30 on, one variable allows it, and the others prevent hangs. Older versions
+    refuse two ranks of one host on one GPU, and recognize a host by NCCL_HOSTID. So each rank gets
+    another NCCL_HOSTID ("{rank}" in a value stands for its number), and data goes through sockets.
 
-    ranks: the most that share one GPU, 2 or more. version: NCCL's, as (2, 30, 7).
+    ranks: the most that share one GPU, 2 or more. version: NCCL's, such as (2, 30, 7).
     """
     if version >= SHARES_A_GPU:
         # NCCL 2.30.7 checks only the last pair of ranks for whether NVLS must stay off.

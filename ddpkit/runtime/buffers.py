@@ -26,14 +26,16 @@ AS_WRITTEN = {"send": "isend"}  # as the user writes it: a send that blocks isn'
 class CheckedGroup(WireGroup):
     """A process group whose handles check that CPU tensors weren't changed while being sent.
 
-    Where one was changed, the handle raises, see `CheckedWork`. Otherwise it is a `WireGroup`, and
-    records calls. Not checked are collectives that block, tensors on a GPU and, unless the call is
-    an all_reduce, reduce, broadcast or all_gather, inputs that share the output's storage.
+    If one was changed, the handle raises an error, see `CheckedWork`. Otherwise it does what a
+    `WireGroup` does: record each call, and pass it to the real group. It doesn't check collectives
+    that block, tensors on a GPU, or inputs that share the output's storage, except those of an
+    all_reduce, reduce, broadcast or all_gather.
     """
 
     def _collective(self, op, method, args, sent, arriving):
-        """Make a collective; return its handle, which checks tensors if it can; None if it blocked.
+        """Make a collective; return its handle, a `CheckedWork` if the tensors can be checked.
 
+        A call that blocks isn't checked; without an emulated link, it returns None.
         op: the name that the record has, such as "all_reduce". method, args: the real group's
         method, by name, and its arguments. sent: the tensors that the call reads. arriving: those
         that it fills, the same list if in place.
@@ -71,9 +73,10 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
-    rank: this rank's number in the world, for the error. tensors: on the CPU; they aren't copied.
-    result: an attribute. For an all_reduce or reduce, the caller sets it to the copies into which
-        Gloo writes the result; `end` copies them into the tensors. Otherwise [].
+    rank: this rank's number in the world, for the error. tensors: on the CPU; kept, not copied.
+    result: []. For an all_reduce or reduce, the caller sets this attribute to copies of the
+        tensors. Gloo works on the copies, so that only the user's code can change the tensors, and
+        `end` copies the result back.
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -88,7 +91,7 @@ class _Check:
 
         It is called when the call has completed. A second time it does nothing.
         record: that of the call, for the message.
-        ValueError: the tensors were changed; the program should call wait() on the handle before.
+        ValueError: they were changed; the program should call wait() on the handle before it does.
         """
         if self._over:
             return

@@ -1,8 +1,10 @@
 """Make forks of this process cheap; only the fork server imports this, as its last module.
 
 The fork server is the process from which multiprocessing forks every rank, after it has imported
-torch and ddpkit. Importing this module acts at once: it empties caches of torch._dynamo if loaded,
-exempts all objects that exist by now from garbage collection, and asks the kernel for huge pages.
+torch and ddpkit. Importing this module acts at once. It empties caches of torch._dynamo, if that is
+loaded, so that no rank has to. It exempts all objects that exist by now from garbage collection: a
+collection in a rank would write to them, and thereby copy the memory that rank and server share.
+And it asks the kernel for huge pages.
 """
 
 import atexit

@@ -59,7 +59,7 @@ class RankError(LaunchError):
         self.rank = rank
 
     def __reduce__(self):
-        """Return how to unpickle this error: a plain exception's way would fail without `rank`."""
+        """Return (class, arguments, attributes) for pickle, whose default would omit `rank`."""
         return type(self), (str(self), self.rank), self.__dict__
 
 

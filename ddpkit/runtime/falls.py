@@ -84,9 +84,11 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 
 @dataclass
 class Failure:
-    """The failure of a rank that raised an exception, as data: an exception may not pickle.
+    """The failure of a rank that raised an exception, as data that can be sent to the launcher.
 
-    kind: the class's name. frames: (file, line, function), outermost first. at: see `failure`.
+    The exception itself may not pickle. kind: the name of its class. message: its text, with notes
+    and cause. frames: (file, line, function) of its traceback, outermost first.
+    at: the `time.perf_counter()` when it was caught.
     """
 
     kind: str  # the exception's class
@@ -102,10 +104,10 @@ def failure(error: BaseException) -> Failure:
     """Return an exception as a `Failure`: its class, its message, the frames of its traceback.
 
     The message has the exception's notes and its `__cause__` at its end. For SystemExit it says
-    which sys.exit(...) was called. For a SyntaxError in a file it has neither of the two, and the
-    only frame is the line that can't be parsed. Frames of ddpkit.runtime are left out, and those of
-    modules that set `__tracebackhide__`, as ddpkit's exercises do. `at` is the
-    `time.perf_counter()` at which this function is called.
+    which sys.exit(...) was called. For a SyntaxError in a file, notes and cause are left out, and
+    the only frame is the line that can't be parsed. Frames of ddpkit.runtime are left out, and
+    those of modules that set `__tracebackhide__`, as ddpkit's exercises do. `at` is the present
+    `time.perf_counter()`, by which `first_to_fall` finds out which rank failed first.
     """
     try:
         message = str(error)
@@ -129,13 +131,13 @@ def failure(error: BaseException) -> Failure:
 
 
 def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
-    """Return (the rank to blame, the other ranks that failed in the same way, see `_same`).
+    """Return (the rank to blame, the other ranks that failed in the same way).
 
+    The rank to blame is the one that failed at the earliest time. The time of an exit isn't
+    known: it counts as earlier than all exceptions. A rank that only lost its connection counts as
+    later than all others, since it failed because another had. If other ranks failed in the same
+    way (see `_same`), it is the one of them all that comes first in `fallen`.
     fallen: {rank: how it fell, a `Failure` or an exit code}, not empty.
-    The rank to blame is the first to fall on its own account. A rank that only lost its connection
-    fell because another had, so it comes last. The time of an exit isn't known: it counts as the
-    earliest. If several ranks failed in the same way, the first of these in `fallen` is the one to
-    blame.
     """
 
     def blame(rank: int) -> tuple[bool, float]:

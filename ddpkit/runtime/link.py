@@ -73,7 +73,8 @@ class Link:
         """Return the seconds that one collective call or message takes on this link.
 
         op: torch.distributed's name for the call: "all_reduce", "send", ... A collective is assumed
-            to use the algorithm that `USUAL` names for it or, if none, the one of its own name.
+            to use the algorithm of `ddpkit.cost` that `USUAL` names for it ("ring_all_reduce") or,
+            if it names none, the one with the same name as the call ("gather").
         nbytes: the bytes of the tensor in a message, broadcast, reduce or all_reduce; of all parts
             together if each rank has one, as in all_gather, reduce_scatter or scatter; of what one
             rank hands in, for an all_to_all; 0 for a barrier or new_group.
@@ -105,11 +106,11 @@ class Link:
 
 @cache
 def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
-    """Return (messages, share of the bytes) that follow one another in a collective call.
+    """Return (hops, share), from which `Link.seconds` computes how long a call takes.
 
-    op: torch.distributed's name for the call. The share is the bytes of these messages divided by
-        those of the whole: the tensor of an all_reduce or broadcast, or all ranks' parts of a
-        gather or scatter together. For example (6, 1.5) for the all_reduce of a ring of 4.
+    hops: the number of messages of which each waits for the one before it.
+    share: the bytes of these messages together, divided by the `nbytes` of `Link.seconds`.
+    For example (6, 1.5) for an all_reduce of 4 ranks: in a ring, 6 quarters one after the other.
     """
     if op in ("send", "recv"):
         return 1, 1.0

@@ -34,10 +34,10 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
 class LiveWorld:
-    """A set of ranks, joined by torch.distributed, that `run` one cell after another until closed.
+    """A set of ranks, joined by torch.distributed, on which `run` runs cells until they are ended.
 
-    world_size: the number of ranks. They use NCCL if there is a GPU for each, or if NCCL is new
-        enough (2.30) for ranks to share one; otherwise Gloo on the CPU.
+    world_size: the number of ranks. They use NCCL if there is a GPU for each, or at least one that
+        they can share, which takes NCCL 2.30 or newer; otherwise Gloo on the CPU.
     The ranks are processes, and each keeps its own variables between cells. `is_open` is False once
     they have been ended, by `close` or by a failure.
     """
@@ -72,9 +72,10 @@ class LiveWorld:
             unless `traced`.
 
         After a RankError the world stays open if all ranks are idle again and have made the same
-        calls. Otherwise it is closed; the error's message or, on Ctrl-C, a printed line says so.
-        RankError: a rank raised, exited or was killed.
-        HangError: ranks can't go on or make no progress, or their calls disagree.
+        calls. After any other error, Ctrl-C among them, it is closed; the message of ddpkit's
+        errors says so, and a printed line after others.
+        RankError: a rank raised, exited or was killed. HangError: ranks wait in vain, make no
+            progress inside their calls, or made calls that differ.
         """
         file = f"<ranks {hashlib.sha1(source.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

@@ -90,7 +90,10 @@ class Output:
         return self.path.stat().st_size
 
     def _bytes(self, start: int, most: int) -> bytes:
-        """Return up to `most` bytes of the file; `start` counts from where the output begins."""
+        """Return up to `most` bytes of the file, from byte `start` of the output on.
+
+        The output's byte 0 is the file's if it is `fresh`, otherwise where the file ended at first.
+        """
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
             return file.read(most)

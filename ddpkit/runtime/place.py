@@ -40,7 +40,10 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 @cache
 def is_library(file: str) -> bool:
-    """Return whether `file` belongs to torch, ddpkit or Python, or is typing_extensions.py."""
+    """Return whether `file` belongs to torch, ddpkit or Python.
+
+    typing_extensions.py counts as torch's, which wraps its deprecated functions with it.
+    """
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
@@ -71,9 +74,8 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     frame: the innermost frame of the stack.
     via: the line of an installed framework that the user's line called and that led here, as
         "file:line:function"; "" if there is none.
-    If no line is the user's, return the framework's. If all of the stack is torch's, it may be that
-    of a thread of autograd: then return the line that called backward, and without one the line of
-    `frame` itself.
+    If no line is the user's, return the framework's. Without one, the stack may be that of a thread
+    of autograd: then return the line that called backward or, if there is none, that of `frame`.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -89,10 +91,10 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def _in_backward() -> types.FrameType | None:
-    """Return the frame of torch's function that runs backward for the user's code, or None.
+    """Return the frame of torch's `_engine_run_backward` that the user's code called, or None.
 
-    It may be in any thread. On a GPU, hooks run on threads of autograd's engine, whose stacks hold
-    no line of the user's.
+    On a GPU, hooks run on threads of autograd's engine, whose stacks hold no line of the user's. So
+    all threads are searched; the first found with such a frame counts.
     """
     for frame in sys._current_frames().values():
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":

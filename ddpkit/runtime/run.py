@@ -9,7 +9,7 @@ from .link import Link
 
 
 def clock_s() -> float:
-    """Return the seconds to add to the records' `time.perf_counter()` to get `time.time()`."""
+    """Return `time.time()` − `time.perf_counter()`, to turn records' times into times of day."""
     return time.time() - time.perf_counter()
 
 
@@ -17,13 +17,15 @@ def clock_s() -> float:
 class Run:
     """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
+    A failed launch has a `Run` as well, its error's `run`: results None, seconds NaN, backend "".
+
     results: the values that the ranks returned, by rank.
-    output: the text that each rank printed, C++ and children included, without Gloo's and NCCL's
-        chatter and what lies between its first and last million bytes; "" under torchrun.
-    wire: for each rank the `Record`s of its collective calls and messages, in order, in the `run`
-        of an error the last 256 at most; their times are in seconds of `time.perf_counter()`.
-    seconds: from the start of the first process until all have ended, or under torchrun those that
-        this rank spent in the function; NaN in the `run` of an error.
+    output: for each rank, the text that it, its C++ code and its child processes printed; "" under
+        torchrun. Of more than 2 MB the middle is left out, as are Gloo's and NCCL's own notes.
+    wire: for each rank, the `Record`s of its calls (collectives, messages, new groups) in order, of
+        a failed launch the last 256 at most. Times in them are of `time.perf_counter()`.
+    seconds: the time from the start of the first process until all have ended; under torchrun, the
+        time that this rank spent in the function.
     backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".
     link: the `Link` (latency and bandwidth) that was emulated between the ranks, or None.
     clock_s: the seconds to add to the records' times to get those of `time.time()`.

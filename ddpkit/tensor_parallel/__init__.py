@@ -10,8 +10,8 @@
 A column-parallel layer's outputs are a row-parallel one's inputs, and what is between them acts on
 each number, or each head, alone: an MLP is cut by its hidden numbers, attention by its heads. So a
 transformer layer calls two all-reduces forward and two backward, of its activations, where data
-parallelism calls one a step, of all gradients. `sequence` cuts the rest as well, and `split` deals
-parameters out and gathers them again.
+parallelism calls one a step, of all gradients. Norms, dropout and sums stay whole on every rank;
+`sequence` divides their tokens among the ranks. `split` deals parameters out and gathers them.
 
 Megatron-LM; PyTorch's ColwiseParallel and RowwiseParallel. Shoeybi et al. 2019. Notebook 11.
 """

@@ -1,6 +1,6 @@
-"""Layers of which each rank computes a part, f and g between them, the loss, and the norm.
+"""Layers of which each rank computes a part; f and g, which connect ranks; the loss; the norm.
 
-Notebook 11.
+f stands before a column-parallel layer, g after a row-parallel one. Notebook 11.
 """
 
 import torch
@@ -13,7 +13,7 @@ from .split import SplitLayer
 
 
 class CopyToRanks(torch.autograd.Function):
-    """The function f: apply(x, group) returns `x`, alike on all ranks; backward sums gradients."""
+    """The function f: apply(x, group) returns a view of `x`; backward all-reduces its gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -44,11 +44,11 @@ class SumOverRanks(torch.autograd.Function):
 class ColumnParallelLinear(SplitLayer):
     """A Linear of which this rank computes some outputs: (..., inputs) to (..., outputs / W).
 
-    Inputs are alike on all ranks. blocks: lengths of parts of the outputs that are dealt out each
-    on its own. q, k and v in one layer need one all-reduce backward; in three layers three. enter:
-    applied to the inputs, `CopyToRanks` or, in sequence parallelism, `GatherTokens`.
+    Inputs are alike on all ranks. blocks: [d, d, d], say, for a layer of q, k and v: each rank has
+    outputs of each of the three. One layer needs one all-reduce in backward, where three need
+    three. enter: applied to the inputs, `CopyToRanks` or, in sequence parallelism, `GatherTokens`.
 
-    Cost per rank: an all-reduce of `x` in backward. Shoeybi et al. 2019, section 3. Notebook 11.
+    Cost per rank: an all-reduce of dx in backward. Shoeybi et al. 2019, section 3. Notebook 11.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class VocabParallelEmbedding(SplitLayer):
     """An Embedding cut by tokens: a rank has zeros for other ranks' tokens, and all are summed.
 
     start: this rank's first token. leave: the sum, `SumOverRanks` or `ScatterTokens`. Cost per
-    rank: an all-reduce of the result in forward.
+    rank: an all-reduce of the result in forward. padding_idx and max_norm are ignored.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class VocabParallelEmbedding(SplitLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the tokens' vectors, (..., width). tokens: (...), int64, alike on all ranks.
 
-        IndexError: a token that isn't in the vocabulary.
+        IndexError: a token that isn't in the vocabulary; the check waits for a GPU.
         """
         outside = (tokens < 0) | (tokens >= self.vocabulary)
         unknown = tokens[outside]
@@ -136,7 +136,8 @@ def vocabulary_cross_entropy(
     """Compute the cross-entropy of each target, in nats, where no rank has all logits.
 
     logits: (..., this rank's part of the vocabulary), from token `start` on. targets: (...), int64,
-    alike on all ranks, as is the result, (...), in float32 at least.
+    alike on all ranks, as is the result, (...), in float32 at least. A target that isn't in the
+    vocabulary isn't noticed, and gives a wrong number.
 
     Cost per rank: all-reduces of three numbers a target, whatever the vocabulary. Notebook 11.
     """
@@ -166,7 +167,7 @@ def among(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert to float32 at least, for sums of many numbers."""
+    """Return `x` in float32 at least, for sums of many numbers."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -176,8 +177,8 @@ def clip_grad_norm(
     """Scale the whole model's gradient to a norm of at most `max_norm`; return the norm it had.
 
     In place. copies: {parameter: the number of ranks that hold it alike}, from `count_copies`. Each
-    of these adds its share, so the sum over the group is right, whatever is split. Cost: one number
-    all-reduced, in float64, even by a rank that has no gradients.
+    of those ranks adds that part of the copy's square, so that it counts once in the sum over the
+    group. Every rank must call, even one without gradients. Cost: one float64 number all-reduced.
     """
     # A copy is counted by every rank that has it, so each adds 1/count.
     gradients = [(p.grad, count) for p, count in copies.items() if p.grad is not None]

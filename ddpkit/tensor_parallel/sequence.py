@@ -1,11 +1,13 @@
 """Sequence parallelism: between the split layers, every rank has a part of the tokens.
 
-Norms, dropout and residual sums act on each token alone, yet with f and g every rank computes them,
+Norms, dropout and residual sums act on each token alone. Yet in `layers` every rank computes them,
 and keeps them for backward, for all tokens. Here a rank has 1/W of the tokens there:
 
-                    forward           backward
-    instead of f    all-gather        reduce-scatter
-    instead of g    reduce-scatter    all-gather
+                                           forward           backward
+    before a split layer    f              identity          all-reduce
+                            instead of it  all-gather        reduce-scatter
+    after it                g              all-reduce        identity
+                            instead of it  reduce-scatter    all-gather
 
 An all-reduce is a reduce-scatter and an all-gather, so as many bytes are sent as before. But the
 parameters in between, norms and biases, see the tokens of one rank only, and their gradients are
@@ -35,7 +37,7 @@ from .split import count_copies
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """All-gather tokens: (n, length / W, width) on each rank to (n, length, width) on all."""
+    """All-gather tokens: from (n, length / W, width) on each rank to (n, length, width) on all."""
     world_size = dist.get_world_size(group)
     rank = dist.get_rank(group)
     # Ranks' tokens are gathered along a new first axis, then joined along the sequence.
@@ -46,7 +48,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Reduce-scatter tokens: sum (n, length, width), return this rank's (n, length / W, width).
+    """Reduce-scatter tokens: (n, length, width) is summed and cut to (n, length / W, width).
 
     ValueError: W doesn't divide the length.
     """
@@ -62,7 +64,7 @@ def scatter_tokens(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """The counterpart of f: apply(x, group) returns all ranks' tokens; gradients are summed."""
+    """`gather_tokens` for autograd: apply(x, group); backward is `scatter_tokens` of gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -75,7 +77,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """The counterpart of g: apply(x, group) returns this rank's tokens of the sum of all `x`."""
+    """`scatter_tokens` for autograd: apply(x, group); backward is `gather_tokens` of gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -96,11 +98,11 @@ class ParallelGPT(nn.Module):
 
     Data must be alike on all ranks of the group. So must random numbers for dropout; but with
     `sequence` each rank draws for its own tokens, and needs a seed of its own.
-    ValueError: heads or kv_heads that W doesn't divide; sequences, if they are split.
+    ValueError: W doesn't divide heads or kv_heads or, in forward with `sequence`, the length.
 
     Collective calls of a step: 2 all-reduces a layer forward and 2 backward; one each for embedding
-    and logits, and two small ones for the loss. With `sequence`, all but those of the loss are a
-    reduce-scatter and an all-gather.
+    (forward) and logits (backward), and two small ones for the loss. With `sequence`, all but those
+    of the loss are a reduce-scatter and an all-gather, and `synchronize` calls one more all-reduce.
     """
 
     def __init__(self, gpt: GPT, group: ProcessGroup | None = None, sequence: bool = False):
@@ -125,7 +127,7 @@ class ParallelGPT(nn.Module):
                 dist.broadcast(parameter.detach(), group=group, group_src=0)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, on every rank. tokens, targets: (n, length), int64."""
+        """Return the mean cross-entropy, on every rank; tokens, targets: (n, length), no -100."""
         # With `sequence`, from here on only this rank's tokens.
         x = self.tokens(tokens)
         positions = first(self.positions, tokens.shape[1])
@@ -142,7 +144,7 @@ class ParallelGPT(nn.Module):
         return losses.sum() / max(1, losses.numel())
 
     def synchronize(self) -> None:
-        """Sum the gradients of what isn't split; call after the last backward of a step.
+        """Sum the gradients of what isn't split, in place; call it once, after the last backward.
 
         Without `sequence` it does nothing: all ranks have the sums already. Cost: one all-reduce.
         """
@@ -151,10 +153,10 @@ class ParallelGPT(nn.Module):
 
 
 def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = None) -> None:
-    """Sum over the ranks the gradients of copies, each of which has seen one rank's tokens.
+    """Sum over the ranks, in place, the gradients of parameters that every rank has a copy of.
 
-    copies: {parameter: the number of ranks that hold it alike}, from `count_copies`; split ones, of
-    which a rank has the only copy, are left alone.
+    A copy has a gradient from its rank's tokens alone. copies: {parameter: the number of ranks that
+    hold it alike}, from `count_copies`; those with 1, which are split, are left alone.
     """
     summands = [p.grad for p, count in copies.items() if count > 1 and p.grad is not None]
     if not summands:
@@ -168,10 +170,11 @@ def sum_copies(copies: dict[nn.Parameter, int], group: ProcessGroup | None = Non
 
 
 def split_block(block: Block, group: ProcessGroup | None, enter=CopyToRanks, leave=SumOverRanks):
-    """Return a Block with this rank's part of `block`: some heads, some hidden numbers of the MLP.
+    """Return a copy of `block` with 1/W of its heads, and of the MLP's hidden numbers.
 
-    enter, leave: see `ColumnParallelLinear` and `RowParallelLinear`. ValueError: W doesn't divide
-    the heads.
+    Linears are cut from the first rank's, so all must call. enter, leave: what stands before and
+    after split layers, f and g or, in sequence parallelism, `GatherTokens` and `ScatterTokens`.
+    ValueError: W doesn't divide heads or kv_heads.
     """
     world_size = dist.get_world_size(group)
     block = copy.deepcopy(block)

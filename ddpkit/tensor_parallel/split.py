@@ -17,10 +17,11 @@ from ..tools.checks import check_in_group
 def deal(length: int, world_size: int, blocks: list[int] | None = None) -> list[Tensor]:
     """Deal `length` rows to the ranks: return, for each rank, the indices of its rows.
 
-    blocks: lengths of parts that are dealt each on its own, such as those of q, k and v. Where W
-    doesn't divide, the first ranks hold one more. ValueError: fewer rows than ranks.
+    blocks: lengths of parts that are dealt each on its own, such as those of q, k and v: deal(6, 2,
+    [2, 2, 2]) gives the first rank 0, 2 and 4. Where W doesn't divide one, the first ranks hold one
+    more of it. ValueError: one has fewer rows than there are ranks.
     """
-    hands = [[] for _ in range(world_size)]
+    hands = [[] for _ in range(world_size)]  # of each rank, its part of each block
     # Block by block: each rank gets its part of q, its part of k and its part of v.
     for block in torch.arange(length).split(blocks or length):
         if len(block) < world_size:
@@ -36,8 +37,8 @@ class SplitLayer(nn.Module):
 
     layer: its weight and bias are copied from the group's first rank; it isn't changed. dims:
     {name: the dimension along which it is dealt out}; a parameter that isn't named is whole on
-    every rank. blocks: lengths of parts that are dealt out each on its own. split: {name:
-    (dimension, the row indices of each rank)}.
+    every rank. blocks: as for `deal`. split: {name: (dimension, each rank's indices along it)}.
+    ValueError: this rank isn't in `group`; the layer is too narrow. Cost: a broadcast of each.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ def count_copies(module: nn.Module, group: ProcessGroup | None = None) -> dict[n
 
 
 def splits(module: nn.Module) -> dict[str, tuple[int, list[Tensor]]]:
-    """Return {name of a split parameter: (dimension, the row indices of each rank)}."""
+    """Return {name of a split parameter: (dimension, each rank's indices along it)}."""
     found = {}
     for prefix, layer in module.named_modules():
         for name, split in getattr(layer, "split", {}).items():
@@ -93,8 +94,9 @@ def gather(
 ) -> dict[str, Tensor]:
     """Return {name: whole tensor}, put together from the parts of all ranks; all must call.
 
-    values: this rank's `module.state_dict()`, or gradients, by the parameters' names. The serial
-    model has the same names, and can load the result.
+    values: this rank's `module.state_dict()`, or gradients, by the parameters' names; those that
+    aren't split are returned as they are. The serial model has the same names, and can load it all.
+    Cost: W broadcasts for each split one.
     """
     split = splits(module)
     whole = {}
@@ -109,7 +111,7 @@ def gather(
 def join(mine: Tensor, dim: int, hands: list[Tensor], group: ProcessGroup | None) -> Tensor:
     """Return a whole tensor, put together from the parts of all ranks.
 
-    mine: this rank's part. hands: the row indices of each rank's part, along `dim`.
+    mine: this rank's part. hands: each rank's indices along `dim`, as `deal` gives them.
     """
     parts = []
     for rank, hand in enumerate(hands):  # lengths differ, so no all-gather

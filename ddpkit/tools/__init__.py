@@ -1,1 +1,1 @@
-"""Tools, not algorithms: counts of bytes and hops, units, checks, and a text to train on."""
+"""Tools, not algorithms: counts of bytes and hops, units, checks, a planner, a text to train on."""

@@ -1,6 +1,6 @@
 """Argument checks, which raise an error or return None.
 
-Every error names the rank, what it got, what was expected and the remedy.
+Every error says what was expected, what came instead and the remedy; those about ranks name them.
 """
 
 import hashlib
@@ -42,11 +42,12 @@ def check_same(
 ) -> None:
     """Raise ValueError on every rank of `group` unless all bring the same `mine`.
 
-    Every rank of the group must call. Cost: an all_gather of 8 bytes a rank, a hash of `mine`; only
-    where hashes differ an all_gather_object, for the error.
+    Every rank of the group must call. Cost: an all_gather of 8 bytes a rank, a hash of `mine`; if
+    hashes differ, also an all_gather_object, for the error.
 
     what: the user's word for what is compared, such as "module".
-    mine: descriptions of this rank's parts of it, in order; the error shows the first that differ.
+    mine: descriptions of this rank's parts of it, in order; the error shows the first that
+        differs from the group's first rank.
     group: the ranks that are compared; None for all.
     remedy: the advice at the end of the error.
     """
@@ -74,7 +75,7 @@ def check_same_on_all_ranks(
 ) -> None:
     """Raise ValueError on every rank of `group` unless all bring tensors that are alike.
 
-    Alike are their number, names, dtypes, shapes and requires_grad, in this order; their values may
+    Alike are their number and order, names, dtypes, shapes and requires_grad; their values may
     differ. Every rank of the group must call; the cost is `check_same`'s.
 
     what: the user's word for what is compared, such as "module".
@@ -104,7 +105,7 @@ def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10
     """Raise RuntimeError unless all ranks of the group call `name` within `patience_s` seconds.
 
     A rank that calls alone would otherwise wait for ever in the first collective call. This checks
-    on Gloo only, by a barrier, and does nothing on NCCL or in a group of one rank.
+    by a barrier if Gloo is the group's only backend. Otherwise, or for one rank, it does nothing.
     """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return
@@ -117,7 +118,7 @@ def check_all_call(name: str, group: ProcessGroup | None, patience_s: float = 10
 
 
 def check_positive(remedy: str, **values: float) -> None:
-    """Raise ValueError unless every value is a number > 0: check_positive("Give MiB.", cap=cap).
+    """Raise ValueError unless all values are numbers > 0: check_positive("Give MiB.", cap=cap).
 
     remedy: the advice at the end of the error.
     values: {name that the error shows: value}.
@@ -128,7 +129,7 @@ def check_positive(remedy: str, **values: float) -> None:
 
 
 def check_counts(**values: int) -> None:
-    """Raise ValueError unless every value is a whole number from 1 on: check_counts(world_size=4).
+    """Raise ValueError unless every value is an int of 1 or more: check_counts(world_size=4).
 
     values: {name that the error shows: value}.
     """

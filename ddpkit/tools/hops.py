@@ -28,10 +28,10 @@ def _bytes(run, op: str) -> list[int]:
 def hop_numbers(run) -> dict[tuple, int]:
     """Return {(channel, seq): hop} of all messages both sent and received; hops count from 1.
 
-    A message is one hop later than the last message that its sender or receiver had to finish
-    before it. So hops follow one another on a connection of any speed, and messages that can be
-    sent at the same time are in the same hop. A message's channel and seq are those of its records:
-    the direction between two ranks, and the number of earlier messages there.
+    A message is one hop later than the latest of those that its sender or receiver had finished
+    before they began it. So hops follow one another on a connection of any speed, and messages that
+    can be sent at the same time are in the same hop. channel: between two ranks, such as "0#1
+    2>3:7" from rank 2 to 3, with tag 7. seq: the number of earlier messages on it.
 
     run: what `launch` returned.
     """
@@ -47,9 +47,9 @@ def hop_numbers(run) -> dict[tuple, int]:
 
 
 def _push_later(records: list, depth: dict[tuple, int]) -> bool:
-    """Move the messages of a rank to later hops, where one had to be finished before it.
+    """Move each message of a rank to the hop after the latest that was finished before it began.
 
-    Return whether any was moved.
+    Those that are in a later hop already stay. Return whether any was moved.
 
     records: the rank's calls.
     depth: {(channel, seq): the hop of this message so far}; changed in place.

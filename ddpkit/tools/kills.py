@@ -4,6 +4,9 @@
 
 What the function left when it was killed before changes[n - 1] is in the folder place/"n"; in
 place/"0" it wasn't killed. So a test can read each folder as a program that starts again would.
+
+Changes are the audit events in CHANGES, opens for writing alone, and os.fsync: neither what is
+written to an open file nor os.symlink or os.chmod.
 """
 
 import json
@@ -24,16 +27,16 @@ CHILD = "import sys; sys.path[:] = {}; import pickle; pickle.load(open('call', '
 def kill_before_each_change(
     function: Callable, arguments: tuple, prepare: Callable[[Path], object], place: Path
 ) -> list[list]:
-    """Call function(folder, *arguments) in a process that lives, then in one killed at each change.
+    """Call function(folder, *arguments) once, then again for each change, and end it just before.
 
-    A change is one on the disk, and the process is killed just before it. Return the changes that
-    the function makes on the disk, in order: each is [event] by the name of Python's audit event,
-    such as ["os.rename"], and those of os.fsync are ["os.fsync", inode, bytes].
+    Each call has a process and a folder of its own; all but the first run at the same time. Return
+    the function's changes on the disk, in order: each is [name of Python's audit event], such as
+    ["os.rename"], or ["os.fsync", inode, bytes of the file].
 
-    function, arguments: pickled by value, so the processes needn't import their module.
-    prepare: called with each folder, place/"0", place/"1", ..., before the function is.
-    place: an existing folder, in which the folders are made.
-    RuntimeError: the function raised, or its process ended in another way than planned.
+    function, arguments: pickled, by value what is of the function's module; the rest is imported.
+    prepare: called in this process with each folder, place/"0", place/"1", ..., to make it.
+    place: an existing folder, the calls' working directory; their `folder` is Path("3"), say.
+    RuntimeError: the function raised, or came to fewer changes than the first time.
     """
     write_call(function, arguments, place)
     prepare(place / "0")
@@ -50,8 +53,8 @@ def kill_before_each_change(
 def write_call(function: Callable, arguments: tuple, place: Path) -> None:
     """Write the function call to the file place/"call", which another process loads and makes.
 
-    It is pickled by value, with the code of its module, since that process imports neither ddpkit
-    nor torch.
+    The function is pickled by value, with the code of its module, since that process imports
+    neither ddpkit nor torch.
     """
     modules = {sys.modules.get(known.__module__) for known in (function, die_at)}
     modules -= {None, sys.modules["__main__"]}
@@ -69,8 +72,8 @@ def write_call(function: Callable, arguments: tuple, place: Path) -> None:
 def start(number: int, place: Path) -> subprocess.Popen:
     """Start a process that makes the call in the file place/"call"; return the process.
 
-    number: the change before which it ends, counted from 1; 0 for none. Its folder is
-        place/"number".
+    number: the change before which it ends, counted from 1; 0 for none. For 3, the call's folder is
+        place/"3".
     """
     # -S: it starts in half the time. But then it wouldn't find an editable install of ddpkit.
     paths = [*sys.path, str(Path(__file__).parents[2])]
@@ -80,9 +83,9 @@ def start(number: int, place: Path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen, exit_code: int) -> str:
-    """Wait for the process; return what it printed.
+    """Wait for the process to end; return what it printed to stdout.
 
-    RuntimeError: its exit code isn't `exit_code`.
+    RuntimeError: its exit code isn't `exit_code`; the message has its stderr.
     """
     printed, told = process.communicate()
     if process.returncode != exit_code:
@@ -91,10 +94,11 @@ def end(process: subprocess.Popen, exit_code: int) -> str:
 
 
 def die_at(pickled: bytes, number: int) -> None:
-    """Make the function call in this process, and end it before the n-th change, as a kill does.
+    """Make the function call in this process, and end it just before the n-th change.
 
-    Python's audit events come before what they announce; os.fsync has none, and gets one here. If
-    the process isn't ended, it prints the list of changes as JSON.
+    It ends by os._exit, so Python's buffers are lost, as by a kill. Python's audit events come
+    before what they announce. os.fsync has none: it is replaced by one that counts and doesn't
+    sync. If the process isn't ended, it prints the list of changes as JSON.
 
     pickled: (function, arguments).
     number: n, counted from 1; 0 for never. It is the name of the folder as well.

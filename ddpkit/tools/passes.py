@@ -15,7 +15,8 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Run a model forward and backward, each after a barrier; return [its output, x.grad].
 
     The loss is out.square().sum(). By the barriers, `between_barriers` tells the calls of the two
-    passes apart.
+    passes apart. x must be a leaf that requires a gradient, otherwise x.grad is None. Gradients
+    are added to those that x and the parameters have already.
     """
     dist.barrier()
     out = model(x)
@@ -25,10 +26,10 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def between_barriers(run) -> list[str]:
-    """Return, for each barrier of rank 0, the calls that follow it: '2 × all_reduce of 96 B'.
+    """Return, for each barrier of rank 0, the calls up to the next: '2 × all_reduce of 96 B'.
 
-    Equal calls are counted, and different ones joined by a comma. Calls before the first barrier
-    are left out.
+    Equal calls are counted, and different ones joined by a comma; '' if there are none. Calls
+    before the first barrier are left out.
 
     run: what `launch` returned.
     """
@@ -48,9 +49,9 @@ def ring_bytes(run) -> float:
     """Return the bytes that rank 0 sends after its first barrier, as if every call used a ring.
 
     A broadcast counts with the bytes that all ranks send if rank 0 is its root, and otherwise with
-    none.
+    none. Every call counts as one of all ranks, also in a smaller group.
 
-    run: what `launch` returned.
+    run: what `launch` returned. StopIteration: rank 0 has no barrier. KeyError: see `sent_by_all`.
     """
     records = run.wire[0]
     first = next(at for at, record in enumerate(records) if record.op == "barrier")

@@ -10,7 +10,7 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float, last: float) 
     to `last`, in step `steps` - 1. It depends on the step alone, so a resumed run goes on with the
     same rates. Loshchilov and Hutter 2017 (the cosine); Goyal et al. 2017 (the rise).
 
-    step: the index of the step, from 0.
+    step: the index of the step, from 0 to `steps` - 1; beyond that the cosine would rise again.
     steps: the number of steps in all.
     """
     if step < warmup:

@@ -9,9 +9,9 @@ _doing: ContextVar[str] = ContextVar("doing", default="")
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Label the messages that begin inside this context manager with `what`, such as "1F0".
+    """Label the sends and receives made inside this context manager with `what`, such as "1F0".
 
-    The label shows in reports. Inside another `doing`, the inner label counts.
+    Reports of a hang or a mismatch show the label. Inside another `doing`, the inner label counts.
     """
     token = _doing.set(what)
     try:

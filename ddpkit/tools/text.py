@@ -47,7 +47,7 @@ class Batches:
     length: the number of tokens in a sequence.
     rank, world_size: this rank, and the number of ranks.
     seed: seed of the order, which differs between epochs and is the same on every rank.
-    ValueError: a rank outside the world, or too few tokens for one sequence.
+    ValueError: a count below 1, a rank outside the world, or too few tokens for one sequence.
 
     `inputs` and `targets` are int64, (sequences of this rank, length), on the device of `tokens`. A
     target is the token that follows: `targets[:, :-1]` equals `inputs[:, 1:]`. Every epoch has
@@ -64,7 +64,7 @@ class Batches:
     every collective.
 
     `epoch` and `step` say which batch comes next, and are all there is to save: set them to resume,
-    even with another `world_size`. Notebook 03.
+    with the other arguments as before, but for any `rank` and `world_size`. Notebook 03.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Batches:
 def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the sequences in an epoch: a random permutation of their indices, int64.
 
-    It follows from seed and epoch alone. torch's own generator isn't used, so a model draws the
+    It follows from the arguments alone. torch's global generator isn't used, so a model draws the
     same numbers as without this.
     """
     seed = 1_000_003 * seed + epoch  # not the sum: seed 1 would run an epoch ahead

@@ -1,6 +1,6 @@
 """Convert pipeline schedules between ddpkit and PyTorch, and run ours on PyTorch's engine.
 
-Everything used here is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
+Much of what it uses is private in PyTorch: `_Action`, `_PipelineScheduleRuntime`,
 `_validate_schedule` and `pipeline_order` of `torch.distributed.pipelining.schedules`. A schedule
 is, for each rank, a list of words in the order in which it computes: "1F0" is stage 1's forward of
 micro-batch 0, and B, I and W are backward, its part for the inputs, and its part for the weights.
@@ -30,7 +30,7 @@ NAMES = {  # for get_schedule_class: the number of stages on a rank
 
 
 def private(name: str):
-    """Return the object behind one of PyTorch's private names, of its module of pipeline schedules.
+    """Return the object called `name` in torch.distributed.pipelining.schedules.
 
     ImportError: this torch has no such name; the message says what to do.
     """
@@ -59,7 +59,7 @@ def words(cells: list) -> list[str]:
 def pytorchs_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
     """Return PyTorch's own schedule of that name: for each rank, a list of words such as "1F0".
 
-    name: one of NAMES.
+    name: one of NAMES; KeyError if it isn't.
     ValueError: PyTorch has none for these numbers of ranks and micro-batches.
     """
     stages = NAMES[name] * ranks
@@ -78,7 +78,7 @@ def pytorch_validates(schedule: Schedule) -> None:
     """Run PyTorch's own check of a schedule, and return None if it passes.
 
     schedule: for each rank, a list of words such as "1F0".
-    ValueError: PyTorch rejects it, and says why.
+    ValueError: PyTorch rejects it, and says why. RuntimeError: a word isn't in its notation.
     """
     try:
         private("_validate_schedule")(_actions(schedule), len(schedule), *_sizes(schedule))
@@ -93,20 +93,21 @@ def _actions(schedule: Schedule) -> dict[int, list]:
 
 
 def _sizes(schedule: Schedule) -> tuple[int, int]:
-    """Return (number of stages, number of micro-batches) of a schedule."""
+    """Return (number of stages, number of micro-batches), by the highest numbers in a schedule."""
     numbers = re.findall(r"(\d+)[FBIW](\d+)", " ".join(map(str, chain(*schedule))))
     stages, micro_batches = zip(*numbers, strict=True)
     return 1 + max(map(int, stages)), 1 + max(map(int, micro_batches))
 
 
 class PyTorchPipeline:
-    """PyTorch's engine, `_PipelineScheduleRuntime`, run on any schedule; used like `Pipeline`.
+    """PyTorch's engine, `_PipelineScheduleRuntime`, run on any schedule; every rank makes one.
 
-    After `step` the gradients are in the parameters' `.grad`.
+    After `step` each parameter's `.grad` is that of the batch's mean loss; weights that two stages
+    share aren't summed.
 
     modules: {stage: its layers} of this rank.
-    schedule: for each rank, a list of words such as "1F0".
-    loss: called with the last stage's output and the targets.
+    schedule: for each rank, a list of words such as "1F0"; PyTorch adds the messages.
+    loss: called with a micro-batch's output of the last stage and its targets; returns their mean.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PyTorchPipeline:
 
         class Stage(PipelineStage):
             def _get_init_p2p_neighbors_ops(self):
-                """Leave out neighbours on this rank, whom torch 2.11 greets and Gloo can't."""
+                """Return the first messages without those to this rank: Gloo can't send them."""
                 greetings = super()._get_init_p2p_neighbors_ops()
                 return [message for message in greetings if message.group_peer != self.group_rank]
 

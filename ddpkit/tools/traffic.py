@@ -8,8 +8,8 @@ class Traffic(TorchFunctionMode):
     """A counter of the elements read and written by indexing inside `with Traffic() as traffic:`.
 
     `traffic.reads` counts the elements that an index such as x[i] returns, and `traffic.writes`
-    those that an assignment to x[i] sets. Using a tensor without an index counts nothing, as if it
-    were in registers or fast memory.
+    those that an assignment to x[i] sets; x[i] += 1 does both. Using a tensor without an index
+    counts nothing, as if it were in registers or fast memory.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Cut a flat tensor into views, one for each of some tensors."""
+"""Cut a flat tensor, such as a bucket of gradients, into views in the shapes of given tensors."""
 
 from collections.abc import Iterable
 

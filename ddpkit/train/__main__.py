@@ -24,8 +24,9 @@ def main(arguments: list[str]) -> int:
     """Check the config, then train; return the exit code.
 
     arguments: those of the command line, without the program's name.
-    Returns 0 after a whole training, 1 if a rank failed, 2 for a config that can't work (the
-    reasons are printed).
+    Returns 0 after a whole training, 1 if a rank failed that was started here, 2 for a config that
+    can't work (the reasons are printed). Under torchrun other errors are raised. SystemExit: as
+    from `parse`.
     """
     config = parse(arguments)
     under_torchrun = dist.is_torchelastic_launched()
@@ -107,8 +108,9 @@ def end_with_the_agent() -> None:
 def train_and_finish(config: TrainConfig) -> None:
     """Train; then, on rank 0, print a sample of text and draw the loss curve into `loss.png`.
 
-    There is no sample of an exact twin, and no curve without a folder. If the curve can't be
-    written, that is printed, and the training counts all the same.
+    Every rank must call. An exact twin, a model of integers for comparing meshes, writes no text.
+    There is no curve without a folder or matplotlib. If the curve can't be written, that is
+    printed, and the training counts all the same.
     """
     trainer, _ = train(config)
     sample = "" if config.exact else sample_text(trainer)

@@ -45,23 +45,23 @@ class SaveError(Exception):
 
 
 class FolderError(ValueError):
-    """An exception: this training can't use its folder, which belongs to another one."""
+    """An exception: this training can't use its folder, which another one uses or has used."""
 
 
 class Checkpoints:
     """The checkpoints of one training in `folder`, of which the last `keep` stay on the disk.
 
     trainer: whose state is saved and loaded.
-    Make it on every rank. Rank 0 then deletes what a run that died while it saved has left. `save`,
-    `wait` and `load` must also be called by every rank, after the same step. Call `wait` at the
-    end: the thread that writes doesn't keep a process alive.
+    Make it on every rank. Rank 0 then creates the folder, and deletes what a run that died while it
+    saved has left. `save`, `wait` and `load` must also be called by every rank, after the same
+    step. Call `wait` at the end: the thread that writes doesn't keep a process alive.
     """
 
     def __init__(self, trainer: Trainer, folder: str | Path, keep: int = 3):
         self.trainer = trainer
         self.folder = Path(folder)
         self.keep = keep
-        # The saving thread talks in a group of its own: its messages pass those of the steps.
+        # The saving thread has a group of its own, so that its messages don't mix with a step's.
         self.group = dist.new_group(backend="gloo")
         self.saving: Future | None = None
         if dist.get_rank() == 0:
@@ -76,9 +76,9 @@ class Checkpoints:
 
         A thread writes the files. If the save before is still being written, it is waited for
         first.
-        unlogged: on rank 0, the error for which the log lacks steps that are to be saved; None if
-        it has them all. With such an error nothing is published, since the samples of these steps
-        would be recorded nowhere.
+        unlogged: on rank 0, the error because of which the log lacks steps that are to be saved;
+        None if it has them all. With such an error no checkpoint is made, since the samples of
+        these steps would be recorded nowhere.
         SaveError: the save before failed. The new one has started nevertheless.
         """
         failed = None
@@ -93,7 +93,7 @@ class Checkpoints:
             raise failed
 
     def write(self, step: int, staged: dict, run: dict, unlogged: OSError | None = None) -> None:
-        """Write the files of a checkpoint, and publish it; runs on every rank, in the thread.
+        """Write a checkpoint's files, `publish` it, and delete old ones; runs in the thread.
 
         staged: {name: this rank's `Pieces`, on the CPU}. run: the description that rank 0 adds, as
         `describe` returns it. unlogged: see `save`.
@@ -139,9 +139,9 @@ class Checkpoints:
                 raise SaveError(f"{old.name} can't be deleted: {error}") from error
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being saved is published, if there is one.
+        """Wait until the checkpoint that is being saved is complete, if there is one.
 
-        SaveError: it couldn't be saved.
+        SaveError: it couldn't be saved or, on rank 0, an old one couldn't be deleted.
         """
         if self.saving is not None:
             saving, self.saving = self.saving, None
@@ -150,7 +150,8 @@ class Checkpoints:
     def load(self) -> int:
         """Load the latest checkpoint that isn't damaged; return its step, or 0 if there is none.
 
-        Rank 0 prints which ones were passed over, and why.
+        In place: parameters, buffers, the optimizer's state, the loss scale. Rank 0 prints which
+        checkpoints were passed over, and why.
         FolderError: it was saved with another model or other samples than this run's (see `SAME`).
         """
         found: list = [None]
@@ -189,10 +190,10 @@ class Checkpoints:
 
 
 def in_thread(call: Callable[[], None]) -> Future:
-    """Call a function in a daemon thread; return a future of its result.
+    """Call a function in a daemon thread; return a future of its result, or of what it raised.
 
-    Such a thread doesn't keep the process from ending. A failed process would wait for an
-    executor's thread, and that for a rank that is dead.
+    Such a thread doesn't keep a failed process from ending. An executor's thread would, while it
+    waits for a rank that is dead.
     """
     made = Future()
 
@@ -209,8 +210,8 @@ def in_thread(call: Callable[[], None]) -> Future:
 def what_failed(error: CheckpointException) -> str:
     """Return failures with their ranks: "ranks 0, 1: OSError: [Errno 28] No space left on device".
 
-    Several failures are joined by semicolons. PyTorch's file writer reports a full disk as an error
-    of its own, so the chain of errors is followed back to an OSError, or to its beginning.
+    Several failures are joined by semicolons. PyTorch's file writer makes an error of its own of a
+    full disk's OSError. So the errors before (`__context__`) are followed to an OSError or the end.
     """
     ranks: dict[str, list[str]] = {}
     for rank, (found, _) in sorted(error.failures.items()):
@@ -224,11 +225,11 @@ def what_failed(error: CheckpointException) -> str:
 
 
 def describe(trainer: Trainer, step: int) -> dict:
-    """Return what a checkpoint holds besides tensors.
+    """Return what a checkpoint holds besides tensors, its description.
 
-    {"step", "config": {setting: value}, "counters": {key: value} of the optimizer, "scaler": (loss
-    scale, steps since it changed) or None}. Random numbers and the position in the data follow from
-    seed and step.
+    It is {"step", "config": {setting: value}, "counters": {key: value} of the optimizer, "scaler":
+    (loss scale, steps since it changed) or None}. Random numbers and the position in the data
+    follow from seed and step.
     """
     scaler = trainer.scaler and (trainer.scaler.factor, trainer.scaler.good_steps)
     config = dataclasses.asdict(trainer.config)
@@ -252,9 +253,9 @@ def publish(writing: Path, folder: Path, run: dict) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; a rank that dies meanwhile leaves nothing that looks like one.
+    """Delete a checkpoint, so that a rank that dies meanwhile leaves nothing that looks like one.
 
-    The folder is renamed first, and by that alone is no checkpoint any more.
+    The folder is first renamed, to a name that isn't a checkpoint's.
     """
     leaving = folder.with_name(folder.name + LEAVING)
     shutil.rmtree(leaving, ignore_errors=True)
@@ -271,7 +272,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's names to the disk: a power failure may otherwise undo a rename."""
+    """Write a folder's names to the disk, except on Windows: a power failure may undo a rename."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -287,13 +288,13 @@ def checksum(path: Path) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """List the folders of the published checkpoints, damaged ones included, the latest first."""
+    """List the folders of the checkpoints in a folder, damaged ones included, the latest first."""
     found = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint's files; return None if all match their checksums."""
+    """Return, in words, the first fault of a checkpoint's files; None if all match their sums."""
     try:
         sums = dict(json.loads((folder / CHECKSUMS).read_text()))
     except (OSError, ValueError, TypeError):
@@ -314,8 +315,8 @@ def damage(folder: Path) -> str | None:
 def problems_of_the_folder(config: TrainConfig) -> list[str]:
     """List, as sentences, why a training can't use its folder; empty if it can, or needs none.
 
-    Either the folder can't be written to, or its latest undamaged checkpoint is another model's.
-    Creates the folder if it doesn't exist.
+    Either the folder can't be written to, or it has an undamaged checkpoint that doesn't fit (see
+    `misfit`) and no later one that does. Creates the folder if it doesn't exist.
     """
     folder = Path(config.folder)
     if not config.folder:
@@ -339,7 +340,7 @@ def problems_of_the_folder(config: TrainConfig) -> list[str]:
 
 
 def misfit(config: TrainConfig, saved: dict, folder: Path) -> str | None:
-    """Say which setting of `SAME` differs between a checkpoint and this run; None if none does.
+    """Say which setting of `SAME` differs first between a checkpoint and this run; None if none.
 
     saved: {setting: value} of the checkpoint. folder: the checkpoint's, for the sentence.
     """

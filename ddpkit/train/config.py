@@ -28,7 +28,7 @@ SAME += "top_k", "batch", "seed", "text"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of one training; `problems` says which can't work together."""
+    """The settings of one training, unchecked; `problems` says which can't work together."""
 
     # The model: ddpkit.models.GPT on bytes.
     layers: int = 4
@@ -48,7 +48,7 @@ class TrainConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sharding: str = "ddp"  # among data ranks: of nothing, optimizer state, or all
+    sharding: str = "ddp"  # among data and context ranks: of nothing, optimizer state, or all
     schedule: str = "1f1b"  # of the pipeline
     attention: str = "zigzag"  # across the context axis
     share_experts: bool = True  # deal them out to the data axis; False: each rank has all
@@ -77,7 +77,7 @@ class TrainConfig:
 
     @property
     def replicas(self) -> int:
-        """Count the ranks that hold the same weights and have tokens of their own."""
+        """Return data × context: how many ranks share the same weights, each with other tokens."""
         return self.data * self.context
 
 
@@ -120,7 +120,7 @@ def problems(config: TrainConfig, world_size: int | None = None) -> list[str]:
 
 
 def fitting_data(c: TrainConfig, world_size: int) -> str:
-    """Suggest, in words, settings of the mesh that need `world_size` ranks."""
+    """Suggest settings of the mesh that need `world_size` ranks, as "data = 2" or in words."""
     rest = c.tensor * c.pipeline * c.context
     if world_size % rest == 0:
         return f"data = {world_size // rest}"
@@ -203,8 +203,9 @@ def problems_of_the_mesh(c: TrainConfig) -> list[str]:
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """Return the config that a command line gives, `[file.toml] --name value ...`.
 
-    Flags override the file, and the file overrides the defaults.
-    SystemExit with a sentence: an unknown name, or a value of another type.
+    Flags override the file, and the file overrides the defaults. `problems` isn't asked.
+    SystemExit: an unknown name, or a value of another type. For a flag, a sentence is printed, and
+    the code is 2; for the file, the sentence is the code.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ddpkit.train", description=__doc__, allow_abbrev=False

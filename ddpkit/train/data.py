@@ -1,8 +1,8 @@
 """The sequences that each step trains on: a function of the seed and the step, on any mesh.
 
 Epochs follow one another without a gap: sample number s, counted from the first step on, is the (s
-mod N)-th in the random order of epoch s // N. So every batch is full, every sequence comes once an
-epoch, and a checkpoint needs no more than the step's number.
+mod N)-th of N sequences, in the random order of epoch s // N. So every batch is full, every
+sequence comes once an epoch, and the step's number is all that a checkpoint needs of the data.
 """
 
 from functools import lru_cache
@@ -17,8 +17,8 @@ from ..tools.text import encode, epoch_order, text
 class Sequences:
     """A text cut into N sequences of `length` tokens, each with one more for the last target.
 
-    tokens: the whole text, 1-D, uint8. seed: of the random order of each epoch. ValueError: the
-    text is too short for one sequence.
+    N is `number`; tokens left over at the end are dropped. tokens: the whole text, 1-D, uint8.
+    seed: of the random order of each epoch. ValueError: the text is too short for one sequence.
     """
 
     def __init__(self, tokens: Tensor, length: int, seed: int):
@@ -49,7 +49,7 @@ order = lru_cache(maxsize=4)(epoch_order)  # a step asks once for each of its sa
 
 
 def read(path: str) -> Tensor:
-    """Return the bytes of a file, 1-D, uint8; those of Python's manual if `path` is empty."""
+    """Return a file's bytes, 1-D, uint8; Python's manual for "". ValueError: the file is empty."""
     if not path:
         return encode(text())
     return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
@@ -60,7 +60,7 @@ def ledger(used: dict[int, list[int]], number: int) -> list[str]:
 
     Empty if no step is missing and no epoch has a sequence twice: then every finished epoch has
     each sequence once. used: {step: numbers of its sequences, of all ranks}. number: of sequences
-    in an epoch.
+    in an epoch. Epochs are counted by samples: a missing step moves the bounds of those after it.
     """
     found = [f"step {step} is missing" for step in range(len(used)) if step not in used]
     samples = [sample for step in sorted(used) for sample in used[step]]

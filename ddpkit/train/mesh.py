@@ -10,10 +10,10 @@ from .config import AXES, TrainConfig
 class Mesh:
     """The ranks as a grid, and this rank's process group along each axis.
 
-    groups: {axis: the group of the ranks that differ from this one along it alone}, for each of
-    `AXES`; and "replicas", the ranks along data and context together, which hold the same weights.
-    device: "cuda" or "cpu". Ranks along the last axis, tensor, are neighbours, since they send
-    most.
+    groups: {axis: the process group of this rank's line along it, in which ranks share all other
+    positions}, for each of `AXES`; and "replicas", the ranks along data and context together, which
+    hold the same weights, or shards of them. Ranks along the last axis, tensor, have consecutive
+    numbers, since they send most. device: "cuda" or "cpu". Every rank must make one.
     """
 
     def __init__(self, config: TrainConfig, device: str):

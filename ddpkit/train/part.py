@@ -37,7 +37,7 @@ ATTENTION = {
 
 
 def make_gpt(config: TrainConfig) -> GPT:
-    """Make the whole model from the config's seed: the same on every rank."""
+    """Seed torch's generator from the config, and make the whole model: the same on every rank."""
     torch.manual_seed(config.seed)
     gpt = GPT(256, config.length, config.width, config.heads, config.layers, config.dropout)
     if config.experts:
@@ -48,7 +48,10 @@ def make_gpt(config: TrainConfig) -> GPT:
 
 
 def layers_of(config: TrainConfig, gpt: GPT, stage: int) -> range:
-    """Return the numbers of the layers in a pipeline stage; stages are cut to cost alike."""
+    """Return the numbers of the layers in a pipeline stage.
+
+    Stages are cut so that the one with most weights in linear layers has as few as possible.
+    """
     ends = [0]
     for layers in cut_layers(gpt_layers(gpt), config.pipeline):
         ends.append(ends[-1] + len(layers))
@@ -58,8 +61,9 @@ def layers_of(config: TrainConfig, gpt: GPT, stage: int) -> range:
 def share(config: TrainConfig, mesh: Mesh, tokens: Tensor, padding: int = 0) -> Tensor:
     """Return this context rank's tokens of whole sequences: (n, length) to (n, tokens a rank).
 
-    They are those that the config's attention expects here: two chunks in zigzag, or one range.
-    Where two chunks a rank don't divide the length, the end is filled with `padding` first.
+    W context ranks have two of 2W equal chunks each, as the config's attention expects: for zigzag
+    and gathered, rank r has chunks r and 2W−1−r; otherwise 2r and 2r+1. If 2W doesn't divide the
+    length, the end is filled with `padding` first.
     """
     deal = zigzag if config.attention in ("zigzag", "gathered") else contiguous
     chunks = deal(config.context)
@@ -70,10 +74,10 @@ def share(config: TrainConfig, mesh: Mesh, tokens: Tensor, padding: int = 0) -> 
 class Part(nn.Module):
     """The layers that this rank computes: its pipeline stage, cut among the tensor ranks.
 
-    gpt: the whole model, whose layers are taken. step, sample: set before each forward; dropout's
-    random numbers follow from them, the seed and the layer. So they are the same on tensor ranks,
-    and on any mesh that cuts the batch alike. places: the positions of this rank's tokens in the
-    sequence.
+    gpt: the whole model, whose layers are taken, not copied. step, sample (the first sequence of a
+    micro-batch): set before each forward; dropout's random numbers follow from them, the seed and
+    the layer. So they are the same on tensor ranks, and on any mesh with the same micro-batches.
+    places: the positions of this rank's tokens in the sequence.
     """
 
     def __init__(self, config: TrainConfig, gpt: GPT, mesh: Mesh):
@@ -105,7 +109,7 @@ class Part(nn.Module):
                 block.forward = partial(checkpoint, block.forward)
 
     def deal_out(self, gpt: GPT, group: ProcessGroup) -> None:
-        """Replace the layers by this tensor rank's parts of them, in place."""
+        """Replace the layers by this tensor rank's parts of them, in place; all in `group` call."""
         self.tensor = group
         if self.first:
             self.tokens = VocabParallelEmbedding(gpt.tokens, group)
@@ -117,7 +121,7 @@ class Part(nn.Module):
             self.head.weight = self.tokens.weight
 
     def share_sequence(self, mesh: Mesh) -> None:
-        """Make the blocks attend across the context ranks, which have the other keys and values."""
+        """Make the blocks attend to the keys and values of all context ranks; set `places`."""
         attention = partial(ATTENTION[self.config.attention], group=mesh.groups["context"])
         for block in self.blocks.values():
             block.attention = attention
@@ -144,7 +148,7 @@ class Part(nn.Module):
         return x
 
     def draw(self, layer: int) -> None:
-        """Seed torch's generator from seed, step, sample and layer, for dropout if there is any."""
+        """Seed torch's generator from seed, step, sample and layer, if dropout is used."""
         if self.config.dropout and self.training:
             numbers = self.config.seed, self.step, self.sample, layer
             torch.manual_seed(hash(numbers) % 2**63)
@@ -153,7 +157,7 @@ class Part(nn.Module):
         """Return each target's cross-entropy in nats, (n, length); 0 where it is NO_TARGET.
 
         logits: (n, length, this rank's part of the vocabulary). targets: (n, length), int64. With
-        the exact twin it is `twin.squares` instead.
+        `exact` in the config it is the squared error of the logits instead (`twin.squares`).
         """
         known = targets != NO_TARGET
         targets = targets.where(known, 0)
@@ -167,7 +171,7 @@ class Part(nn.Module):
         return losses.where(known, 0)
 
     def start(self) -> int:
-        """Return the first token of the vocabulary whose logits this rank computes."""
+        """Return the first token of the vocabulary whose logits this rank computes (last stage)."""
         if self.tensor is None:
             return 0
         _, hands = self.head.split["weight"]

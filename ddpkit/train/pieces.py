@@ -1,9 +1,10 @@
 """The positions of this rank's elements in whole tensors, as boxes for a checkpoint.
 
-A rank may hold only some elements of a tensor: tensor parallelism cuts by heads, FSDP by rows, ZeRO
-anywhere in a flat bucket. In each case they are an index range of a flattened part of the tensor,
-and such a range is a few boxes: blocks without gaps. PyTorch writes boxes; to read, it takes those
-of the saved boxes, of any mesh, that overlap with the wanted ones.
+A rank may hold only some elements of a tensor: tensor parallelism deals out rows or columns, FSDP
+cuts by rows, ZeRO anywhere in a flat bucket. In each case these elements are an index range of a
+flattened part of the tensor. Such a range consists of a few boxes, i.e. rectangular blocks, given
+by their offsets and sizes in the whole tensor. `torch.distributed.checkpoint` writes boxes. To fill
+the boxes of a rank, it reads all saved ones that overlap with them, whatever mesh has saved them.
 """
 
 import math
@@ -65,7 +66,7 @@ class Pieces(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(at), view.shape) for at, view in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the values of the box with the index's offset, a view that may be written into."""
+        """Return a writable view of the box at the index's offset. ValueError: there is none."""
         for offsets, view in self.boxes:
             if torch.Size(offsets) == index.offset:
                 return view.detach()
@@ -77,7 +78,7 @@ def pieces(part: tuple[int, ...], values: Tensor, first: int, split: Split | Non
 
     part: the shape of this rank's part of the tensor, or of the whole. split: how the part was cut
     from the whole; None if it is the whole. values: 1-D, the elements from index `first` on of the
-    flattened part. The boxes are views of it.
+    flattened part; they may be none. The boxes are views of it. A scalar's shape becomes (1,).
     """
     part = part or (1,)  # a scalar is one row
     whole = list(part)
@@ -125,8 +126,9 @@ def range_boxes(shape: tuple[int, ...], first: int, end: int) -> list[tuple[tupl
     """Cut an index range of a flattened tensor into boxes, each without gaps in memory.
 
     shape: the tensor's. The range begins with element `first`, and ends before `end`. Returns
-    (starts, sizes) of each box. They are, in order: the end of a row, whole rows, the beginning of
-    a row; and within a row likewise.
+    (starts, sizes) of each box: the end of a row, whole rows, the beginning of a row. For (4, 3),
+    2 and 10 these are [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]. Where a row has more
+    than one axis, its end and its beginning are cut into boxes in the same way.
     """
     if first >= end:
         return []

@@ -16,9 +16,10 @@ MEASURED_S = 0.1  # seconds of matrix products, to measure the machine
 class Progress:
     """The speed of a training: tokens a second and MFU, from the seconds that a step took.
 
-    MFU, model FLOP utilisation: tokens/s · (6Ψ + 12 · layers · width · length) over what the ranks
-    reach in products of the model's own shape, all at the same time. Making a `Progress` measures
-    that, on every rank, for `MEASURED_S` seconds. Chowdhery et al. 2022 (PaLM), appendix B.
+    MFU, model FLOP utilisation: tokens/s · (6Ψ + 12 · layers · width · length), Ψ the weights that
+    a token passes, over the FLOP/s that the ranks reach in matrix products, all at the same time.
+    Making a `Progress` measures that (`measure_products`): every rank must. Chowdhery et al. 2022
+    (PaLM), appendix B.
     """
 
     def __init__(self, trainer: Trainer):
@@ -34,7 +35,7 @@ class Progress:
 
 
 def flops_a_token(c: TrainConfig) -> float:
-    """Return the FLOPs of forward and backward for a token: 6 a weight, and attention's scores."""
+    """Return a token's FLOPs in forward and backward: 6 a weight, and attention's two products."""
     weights = c.layers * 12 * c.width**2 + 256 * c.width
     if c.experts:
         weights += c.layers * (c.top_k - 1) * 8 * c.width**2
@@ -44,7 +45,8 @@ def flops_a_token(c: TrainConfig) -> float:
 def measure_products(c: TrainConfig, device: torch.device) -> float:
     """Return the FLOP/s that all ranks together reach, in matrix products as in the model's MLPs.
 
-    Every rank must call. It takes `MEASURED_S` seconds.
+    They are in float32, whatever the config's dtype, and not cut by tensor ranks. Every rank must
+    call. It takes `MEASURED_S` seconds.
     """
     rows = max(1, c.batch * c.length // (c.replicas * c.micro_batches))
     x = torch.randn(rows, c.width, device=device)
@@ -68,7 +70,7 @@ def measure_products(c: TrainConfig, device: torch.device) -> float:
 def progress_line(c: TrainConfig, step: dict) -> str:
     """Return a step's line for printing: step, loss, tokens a second, MFU, time, share of waits.
 
-    step: an entry of the log that `train` returns.
+    step: an entry of the log that `train` returns; only under `launch` it has the waits.
     """
     loss = f"{step['loss']:.0f}" if c.exact else f"{step['loss']:.3f}"
     line = (

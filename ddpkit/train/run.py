@@ -1,4 +1,4 @@
-"""A whole training: resume, step, log, save, and at the end a sample of text."""
+"""A whole training: resume, step, log and save; then read the log, and draw a sample of text."""
 
 import json
 import os
@@ -31,18 +31,19 @@ def train(
     Every rank calls it: under `launch`, under torchrun, or alone in a world of one rank. If the
     folder has checkpoints, training resumes from the latest undamaged one. A save that fails is
     reported in print, and training goes on.
-    The log has for each step {"step", "loss", "norm", "lr", "seconds", "tokens_per_s", "mfu"}, and
-    under `launch`, which records communication, "exposed": the seconds spent waiting for it.
+    The log has for each step of this call, so not for those before a resume, {"step", "loss",
+    "norm", "lr", "seconds", "tokens_per_s", "mfu"}, and under `launch`, which records
+    communication, "exposed": the seconds spent waiting for it.
 
     before_step: called on every rank with each step's number, from 0, before the step.
-    FolderError: another run trains in the folder, or its checkpoint is another model's.
+    FolderError: another run trains in the folder, or its checkpoint has another model or samples.
     """
     with alone_in(config.folder):
         return train_alone(config, before_step)
 
 
 def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, list[dict]]:
-    """Train as `train` does, once no other run can write into the folder."""
+    """Train as `train` does, which calls this while it holds the folder's lock."""
     trainer = Trainer(config)
     log = Log(config)
     first = 0
@@ -78,7 +79,7 @@ def train_alone(config: TrainConfig, before_step: Callable) -> tuple[Trainer, li
 def alone_in(folder: str) -> Iterator[None]:
     """Hold a lock on the folder: each of two trainings would delete what the other writes.
 
-    Rank 0 holds the lock, which ends with its process, however that dies. There is none for an
+    Every rank enters; rank 0 holds the lock, which ends with its process. There is none for an
     empty `folder`, and none on Windows. FolderError, on every rank: another run holds it.
     """
     handle, taken = None, [False]
@@ -101,8 +102,8 @@ def alone_in(folder: str) -> Iterator[None]:
 def lock(folder: str) -> int:
     """Lock the folder, which is created if needed; return a handle that holds the lock while open.
 
-    Waits up to `LEAVING_S` for another process to let go: the ranks of a killed run take a moment
-    to end. A file system without locks gives a handle without one.
+    Waits up to `LEAVING_S` seconds for another process to let go: the ranks of a killed run take a
+    moment to end. On a file system without locks the handle locks nothing.
     BlockingIOError: another process still holds the lock.
     """
     import fcntl
@@ -124,7 +125,7 @@ def lock(folder: str) -> int:
 
 
 def resumed(first: int, steps: int) -> str:
-    """Say after how many steps training goes on, and with which; steps count from 0."""
+    """Return a line such as "resumed after 40 steps: step 40 is next"; or "all are done"."""
     after = "1 step" if first == 1 else f"{first} steps"
     return f"resumed after {after}: " + (
         f"step {first} is next" if first < steps else "all are done"
@@ -132,13 +133,13 @@ def resumed(first: int, steps: int) -> str:
 
 
 def due(config: TrainConfig, steps: int) -> bool:
-    """Return whether to save after this many steps: every `save_every`, and after the last."""
+    """Return whether to save after `steps` steps: at multiples of `save_every`, and at the end."""
     every = config.save_every
     return steps == config.steps or (every > 0 and steps % every == 0)
 
 
 def attempt(save: Callable, log: "Log") -> None:
-    """Call `save`, and print a SaveError: a full disk costs a checkpoint, not the training."""
+    """Call `save`; print its SaveError on rank 0, since a full disk needn't end the training."""
     try:
         save()
     except SaveError as error:
@@ -146,9 +147,9 @@ def attempt(save: Callable, log: "Log") -> None:
 
 
 def samples(trainer: Trainer) -> list[int]:
-    """Return the numbers of all sequences of the last step, gathered from the data ranks.
+    """Return the numbers (places in the text) of the last step's sequences, of all data ranks.
 
-    Every rank must call.
+    Every rank must call, and gets all: they are gathered along the mesh's data axis.
     """
     used: list = [None] * trainer.config.data
     dist.all_gather_object(used, trainer.used, group=trainer.mesh.groups["data"])
@@ -159,7 +160,7 @@ def samples(trainer: Trainer) -> list[int]:
 def exposed() -> Iterator[list[float]]:
     """Yield a list, filled at the end with the seconds of each wait for communication inside.
 
-    It is this rank's waits only; the list stays empty where communication isn't recorded.
+    Waits are this rank's, the last of each call; empty where communication isn't recorded.
     """
     waits: list[float] = []
     records = recorder().records if recorder() else []
@@ -171,7 +172,7 @@ def exposed() -> Iterator[list[float]]:
 
 
 def say(text: str, log: "Log") -> None:
-    """Print a text on rank 0, unless it is empty."""
+    """Print a text on rank 0, unless it is empty. log: has the number of this rank."""
     if text and log.rank == 0:
         print(text, flush=True)
 
@@ -195,7 +196,7 @@ class Log:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: dict) -> None:
-        """Append a step, as a dict, on rank 0; do nothing on other ranks."""
+        """Append a step, a dict, on rank 0 alone; an OSError is kept in `error`, not raised."""
         if not self.path or self.rank != 0:
             return
         self.waiting.append(json.dumps(step) + "\n")
@@ -213,7 +214,7 @@ class Log:
 
 
 def end_line(path: Path) -> None:
-    """Append a newline if a killed rank left the last line half-written, for `read_log` to skip."""
+    """Append a newline if the last line is half-written: `read_log` then skips that line only."""
     if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
         with open(path, "a") as file:
             file.write("\n")
@@ -222,8 +223,8 @@ def end_line(path: Path) -> None:
 def read_log(folder: str | Path) -> list[dict]:
     """Return the steps of a log in order, each as it was last taken; skip half-written lines.
 
-    A step is a dict as in the log that `train` returns, with "samples": its sequences, of all
-    ranks.
+    A step is a dict as in the log that `train` returns, with "samples": the numbers of its
+    sequences, of all ranks. FileNotFoundError: the folder has no log.
     """
     steps = {}
     for line in (Path(folder) / "log.jsonl").read_text(errors="replace").splitlines():
@@ -238,7 +239,8 @@ def read_log(folder: str | Path) -> list[dict]:
 def audit_samples(folder: str | Path, number: int) -> list[str]:
     """List, as sentences, what is wrong with the samples in a training's log; empty if nothing is.
 
-    number: of sequences in an epoch. Every finished epoch must have each sequence once.
+    number: of sequences in an epoch. No step may be missing, and no epoch may have a sequence
+    twice: then every finished epoch has each once.
     """
     return data.ledger({step["step"]: step["samples"] for step in read_log(folder)}, number)
 
@@ -247,7 +249,9 @@ def audit_samples(folder: str | Path, number: int) -> list[str]:
 def sample_text(trainer: Trainer, prompt: str = "The ", count: int = 300) -> str:
     """Continue `prompt` by `count` bytes drawn from the model's predictions; return the whole text.
 
-    Every rank must call: on whatever mesh it was trained, each puts the whole model together first.
+    prompt: not empty. Bytes that aren't UTF-8 are replaced in the text.
+    Every rank must call: each puts the whole model together first, on the CPU, whatever the mesh.
+    All draw the same bytes, from the config's seed. Cost: a whole forward for each byte.
     """
     c = trainer.config
     gpt = make_gpt(c)
@@ -257,6 +261,6 @@ def sample_text(trainer: Trainer, prompt: str = "The ", count: int = 300) -> str
     tokens = list(prompt.encode())
     for _ in range(count):
         seen = torch.tensor([tokens[-c.length :]])
-        likely = (gpt(seen)[0, -1] / 0.8).softmax(-1)  # a little less daring than the model
+        likely = (gpt(seen)[0, -1] / 0.8).softmax(-1)  # temperature 0.8: less daring than the model
         tokens.append(int(torch.multinomial(likely, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")

@@ -23,8 +23,8 @@ def state_of(trainer: Trainer) -> dict[str, Pieces]:
     """Return {name: `Pieces` of the tensor}, with views into which a checkpoint can be read.
 
     Names are "parameters.blocks.0.out.weight", "buffers...",
-    "optimizer.exp_avg.blocks.0.out.weight" and so on. The optimizer's state must exist: see
-    `make_state`.
+    "optimizer.exp_avg.blocks.0.out.weight" and so on: those of this rank's layers. Optimizer state
+    that doesn't exist yet is left out: see `make_state`. FSDP's whole weights are dropped.
     """
     found = {}
     layout = Layout(trainer)
@@ -41,9 +41,9 @@ def state_of(trainer: Trainer) -> dict[str, Pieces]:
 class Layout:
     """The positions of this rank's parameters in the whole model's.
 
-    names: {name in the whole model: this rank's parameter, with FSDP its shard}. shapes: by name,
-    of this rank's part before FSDP shards it. splits: by name, how tensor parallelism cut it. rows:
-    by name, with FSDP, the first row of the shard.
+    names: {name in the whole model: this rank's parameter, with FSDP its shard}; a tied weight has
+    its first name. shapes: by name, of this rank's part before FSDP shards it. splits: by name, how
+    tensor parallelism cut it. rows: by name, with FSDP, the first row of the shard.
     Making one drops FSDP's whole weights, so that the modules have the shards.
     """
 
@@ -84,8 +84,8 @@ class Layout:
 def kept(trainer: Trainer, layout: Layout) -> Iterator[tuple[str, str, Tensor, int]]:
     """Yield (name, key, values, first) of each tensor that the optimizer keeps for a parameter.
 
-    name: the parameter's. key: the optimizer's, as "exp_avg". values: a 1-D view, of this rank's
-    elements. first: the index of the first one in the flattened parameter.
+    name: the parameter's. key: the optimizer's, as "exp_avg". values: a 1-D view of this rank's
+    elements, with ZeRO maybe none. first: the index of the first one in the flattened parameter.
     """
     optimizer = trainer.optimizer
     by_parameter = {parameter: name for name, parameter in layout.names.items()}
@@ -133,7 +133,7 @@ def make_state(trainer: Trainer) -> None:
     """Create the optimizer's state, as its first step would, and change no parameter.
 
     PyTorch reads a checkpoint only into tensors that exist. So a step is taken with gradients of
-    zero, the parameters are put back, and the state is filled with zeros.
+    zero, the parameters are put back, `.grad` becomes None, and the state, old or new, zeros.
     """
     for optimizer in inner_optimizers(trainer):
         shown = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -150,7 +150,7 @@ def make_state(trainer: Trainer) -> None:
 
 
 def counters(trainer: Trainer) -> dict[str, float]:
-    """Return {key: value} of what the optimizer keeps once for all parameters: AdamW's "step"."""
+    """Return {key: value} of what the optimizer keeps alike for all parameters: AdamW's "step"."""
     found = {}
     for optimizer in inner_optimizers(trainer):
         for parameter, state in optimizer.state.items():
@@ -162,7 +162,7 @@ def counters(trainer: Trainer) -> dict[str, float]:
 
 @torch.no_grad()
 def set_counters(trainer: Trainer, values: dict[str, float]) -> None:
-    """Set counters, {key: value} as `counters` returns them, in the state of every parameter."""
+    """Set counters, as `counters` returns them, in every parameter's state, which must exist."""
     for optimizer in inner_optimizers(trainer):
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -179,8 +179,8 @@ def whole_parameters(trainer: Trainer) -> dict[str, Tensor]:
 def whole_state(trainer: Trainer, prefix: str = "") -> dict[str, Tensor]:
     """Return {name: whole tensor, on the CPU} of the state whose names begin with `prefix`.
 
-    Names are those of `state_of`. Every rank must call, and gets all; of copies, its own.
-    Cost per rank: an all_gather_object of its part, and the memory of the whole.
+    Names are those of `state_of`. Every rank must call, and gets all, its own values where it has
+    them. Cost per rank: an all_gather_object of its part, and memory for all parts and the whole.
     """
     mine = {}
     for name, found in state_of(trainer).items():

@@ -39,8 +39,9 @@ def own_device() -> torch.device:
 class Trainer:
     """This rank's share of a training: its part of the model, its optimizer, its sequences.
 
-    Make it and call it on every rank. `step(n)` takes step n, which depends on the parameters, the
-    optimizer's state and n alone: a training that loads these goes on as if it had never stopped.
+    Make it and call it on every rank. `step(n)` takes step n, which depends on parameters, buffers,
+    optimizer state, float16's loss scale and n alone: a training that loads these goes on as if it
+    had never stopped. config: the same on every rank, and checked by `config.problems`.
     """
 
     make_mesh = Mesh
@@ -63,7 +64,7 @@ class Trainer:
     def count_copies(self) -> dict[nn.Parameter, int]:
         """Return {parameter: the number of tensor and pipeline ranks that hold it alike}.
 
-        Data and context ranks aren't counted.
+        Data and context ranks, which all hold it, aren't counted: see `shares`.
         """
         c = self.config
         copies = dict.fromkeys(self.part.parameters(), 1)
@@ -74,15 +75,16 @@ class Trainer:
         return copies
 
     def tied(self) -> nn.Parameter | None:
-        """Return the weight that embedding and head share; None if this stage has neither."""
+        """Return this stage's copy of the weight that embedding and head share, or None."""
         if self.part.first:
             return self.part.tokens.weight
         return self.part.head.weight if self.part.last else None
 
     def wrap(self) -> None:
-        """Wrap this rank's part for training with its replicas: whole in DDP, in shards in FSDP.
+        """Wrap this rank's part in DDP or FSDP, or call `share_experts` on it, in place.
 
-        Sets `model` and `synced`. ZeRO needs no wrapper: its optimizer averages the gradients.
+        Sets `model`, and `synced`, which makes a context in which backward sends nothing; with
+        experts also `copies`. ZeRO needs no wrapper: its optimizer averages the gradients.
         """
         c, replicas = self.config, self.mesh.groups["replicas"]
         self.model: nn.Module = self.part
@@ -101,7 +103,7 @@ class Trainer:
             self.synced = self.model.no_sync
 
     def groups_of_parameters(self) -> list[dict]:
-        """Return the optimizer's parameter groups, with weight decay for matrices only."""
+        """Return the optimizer's parameter groups; only matrices have weight decay."""
         c = self.config
         # A bucket of ZeRO has one group's parameters: they must be on equally many ranks.
         groups: dict[tuple, list] = {}
@@ -118,7 +120,7 @@ class Trainer:
         return dealt
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer; with ZeRO, one that shards its state among the replicas."""
+        """Return the optimizer; with ZeRO, one that shards its state, and set `synced`."""
         c = self.config
         kind, options = OPTIMIZERS[c.optimizer]
         dealt = self.groups_of_parameters()
@@ -149,7 +151,8 @@ class Trainer:
     def step(self, number: int) -> dict[str, float]:
         """Take step `number`, from 0; return {"loss", "norm", "lr"}, the same on every rank.
 
-        The loss is the batch's mean, and the norm the gradient's before clipping.
+        The loss is the batch's mean, and the norm the gradient's before clipping. In float16,
+        parameters stay as they are if a gradient overflowed.
         """
         c = self.config
         rate = learning_rate(number, c.steps, c.warmup, c.lr, c.decay_to * c.lr)
@@ -198,7 +201,7 @@ class Trainer:
         return loss.item() / c.replicas
 
     def begin(self, number: int) -> None:
-        """Set what the random numbers of this step follow from: its number and samples."""
+        """Set what dropout is seeded from: the step, and the first sample of each micro-batch."""
         self.part.step = number
         split = torch.tensor(self.used).tensor_split(self.config.micro_batches)
         self.first_samples = [int(part[0]) for part in split]
@@ -206,8 +209,8 @@ class Trainer:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of each micro-batch; return the sum of their losses, detached.
 
-        inputs, targets: of this rank's sequences, (n, length). Gradients are sent only during the
-        last backward.
+        inputs, targets: of this rank's sequences, (n, tokens of a context rank). DDP, FSDP and ZeRO
+        send gradients only during the last backward.
         """
         m = self.config.micro_batches
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -221,10 +224,10 @@ class Trainer:
         return total
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's part of the batch's mean loss, times the number of replicas.
+        """Return these targets' part of the batch's mean loss, times the number of replicas.
 
         Averaged over the replicas, its gradients are those of the mean, however uneven the parts
-        are. The exact twin's loss is a sum: its integers can't be divided.
+        are. With `config.exact` (a training in integers, see `twin`) it is a part of the sum.
         """
         c = self.config
         counted = 1 if c.exact else c.batch * c.length
@@ -240,7 +243,7 @@ class Trainer:
         return self.scaler.scale(loss) if self.scaler else loss
 
     def average(self) -> None:
-        """Make gradients the means over the replicas; sum those of a weight on two stages."""
+        """Make gradients the means over the replicas; add up those of the weight on two stages."""
         c = self.config
         if self.pipeline is not None:
             self.pipeline.synchronize()
@@ -253,12 +256,12 @@ class Trainer:
             self.model.synchronize()
 
     def clip(self) -> float:
-        """Scale the whole gradient to a norm of at most `clip`; return the norm that it had."""
+        """Scale the whole gradient to a norm of at most `config.clip`; return the norm it had."""
         limit = self.config.clip or math.inf
         return float(clip_grad_norm(self.shares(), limit))
 
     def shares(self) -> dict[nn.Parameter, int]:
-        """Return {parameter or shard: the number of ranks that hold its gradient alike}."""
+        """Return {parameter or shard: the number of all ranks that hold its averaged gradient}."""
         c = self.config
         if c.experts and c.share_experts:
             return experts.count_copies(self.part)
@@ -270,7 +273,7 @@ class Trainer:
 
 
 class Stage(PipelineStage):
-    """A pipeline stage that tells its part which micro-batch it computes, for dropout's numbers."""
+    """A pipeline stage that sets `part.sample` by the micro-batch before forward, for dropout."""
 
     trainer: Trainer
 

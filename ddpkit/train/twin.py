@@ -1,9 +1,9 @@
-"""The exact twin of a training: small integers in float64, equal to the last bit on any mesh.
+"""The exact twin of a GPT's training: the same bits on any mesh, or there is a bug.
 
-`ddpkit.audit.exact` replaces parameters by integers and GELU by ReLU. Here norms are replaced by
-limits (Hardtanh) and softmax by limited scores, so that values stay small; the loss is a sum of
-squares; and the optimizer moves each parameter by 1, so that integers stay integers for any number
-of steps.
+Integers in float64 add up exactly, in whatever order a mesh (data × tensor × pipeline ranks) adds
+them. `ddpkit.audit.exact` replaces parameters by integers and GELU by ReLU. Here norms are replaced
+by limits (Hardtanh) and softmax by limited scores, so that values stay small; the loss is a sum of
+squares; and the optimizer moves each parameter by 1, so that they stay integers at every step.
 """
 
 import torch
@@ -16,12 +16,12 @@ from ..models import GPT
 from ..tensor_parallel import SumOverRanks
 from ..tensor_parallel.layers import among
 
-LIMIT = 8.0  # of what enters a layer
+LIMIT = 8.0  # of what enters a layer, and of attention scores
 LARGEST = 2.0**52  # float64 has every integer up to here, and twice as far
 
 
 def make_exact(gpt: GPT, seed: int) -> None:
-    """Turn a GPT into its exact twin, in place; seed: of its integer parameters."""
+    """Turn a GPT into its exact twin, in place, with integer parameters drawn from `seed`."""
     for path in exact(gpt, seed):
         gpt.set_submodule(path, nn.Hardtanh(-LIMIT, LIMIT))
     for block in gpt.blocks:
@@ -29,9 +29,9 @@ def make_exact(gpt: GPT, seed: int) -> None:
 
 
 def limited_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Return the sum of values weighted by their scores, limited to ±LIMIT, without a softmax.
+    """Return the values' sum, weighted by scores q·kᵀ limited to ±LIMIT, without a softmax.
 
-    q, k, v, and the result: (..., N, D).
+    q, k, v, and the result: (..., N, D). With `causal`, query i has weights for keys up to i only.
     """
     scores = (q @ k.transpose(-1, -2)).clamp(-LIMIT, LIMIT)
     return (scores.tril() if causal else scores) @ v
@@ -52,10 +52,11 @@ def squares(logits: Tensor, targets: Tensor, start: int, group: ProcessGroup | N
 
 
 class Sign(Optimizer):
-    """An optimizer that moves parameters by `lr` against the sign of all their gradients' sum.
+    """An optimizer that moves each element by `lr` against the sign of its gradients' sum so far.
 
-    Integers stay integers. OverflowError, from `step`: a sum passed `LARGEST`, where float64 would
-    begin to round.
+    The sum, over all steps, is in `state`. Integers stay integers if `lr` is one. `step` doesn't
+    call its closure. OverflowError, from `step`: a sum passed `LARGEST`, so float64 may soon round;
+    parameters before this one are updated by then.
     """
 
     def __init__(self, params, lr: float = 1.0):

@@ -1,4 +1,4 @@
-"""An optimizer of which every rank keeps 1/W: parameters in buckets, and a step in three phases.
+"""An optimizer whose state is cut among W ranks: parameters in buckets, a step in three phases.
 
 Phase 1, in backward: each bucket that is full is reduce-scattered. Phase 2, in `step`: the shards
 are updated, and each is all-gathered at once. Phase 3, also in `step`: all gathers are awaited.
@@ -19,10 +19,11 @@ from ..tools.views import views
 
 
 class Bucket:
-    """Parameters that are sent together, as views of `flat`; their gradients, views of `gradients`.
+    """Parameters that are sent together: from now on their values are views of one tensor, `flat`.
 
-    Both are 1-D, and padded so that W divides their length. shard: this rank's 1/W of `flat`, which
-    the optimizer updates. ready: the parameters whose gradients have been copied in.
+    gradients: a tensor like it, into which their gradients are copied. Both are 1-D, and padded so
+    that W divides their length. shard: this rank's 1/W of `flat`, a view, which the optimizer
+    updates. ready: the parameters whose gradients have been copied in.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None):
@@ -44,7 +45,7 @@ class Bucket:
         return self.parameters[0].new_zeros(self.numel)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of `flat` of each parameter, a view in the parameter's shape."""
+        """Return each parameter's part of `flat`, in order: views in the parameters' shapes."""
         return views(flat, self.parameters)
 
     def mean(self) -> Tensor:  # of the gradients, for `shard`, after the reduce-scatter
@@ -52,13 +53,14 @@ class Bucket:
 
 
 class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
-    """Any elementwise optimizer of torch, of which every rank keeps and updates 1/W.
+    """Any elementwise optimizer of torch; each rank keeps state for 1/W of the parameters.
 
-    params, kwargs: as `optimizer_cls` takes them, alike on all ranks of `group`; freeze before.
+    params, kwargs: as `optimizer_cls` takes them, alike on all ranks of `group`; freeze some first.
     bucket_cap_mb: MiB that make a bucket full. transport: sends the buckets (`ddpkit.transport`).
-    ValueError: this rank isn't in `group`; parameters differ between ranks, or lack a gradient.
-    All ranks start with the parameters of the group's first. From then on they are views: write
-    into them, don't replace them. `.grad` is None once its gradient has been sent.
+    ValueError: this rank isn't in `group`; parameters differ between ranks or, in `step`, have no
+    gradient; bucket_cap_mb isn't positive.
+    All ranks start with the parameters of the group's first. From then on trained ones are views of
+    buckets: write into them, don't replace their data. `.grad` is None once it has been sent.
     Cost of a step and rank: 2(W-1)/W of the parameters sent, half of it while backward goes on.
     KΨ/W bytes of state for Ψ parameters, K = 8 for AdamW in float32. Rajbhandari et al. 2020, 5.1.
     """
@@ -105,7 +107,7 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
         return Bucket(parameters, self.group)
 
     def options(self, bucket: Bucket) -> dict:  # at present: a scheduler may change them
-        """Return the options of a bucket's parameters, with its shard as the only parameter."""
+        """Return the parameter group of a bucket's own optimizer: its options, and its shard."""
         place = self.places[bucket.parameters[0]]
         return self.param_groups[place] | {"params": [bucket.shard]}
 
@@ -138,9 +140,9 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
             self.works.append(work)
 
     def synchronize(self) -> None:
-        """Wait until every `shard.grad` is the mean over the ranks; `step` calls this itself.
+        """Wait until each bucket's `shard.grad` is the mean over the ranks; `step` also calls this.
 
-        ValueError: a parameter has no gradient.
+        Gradients that `no_sync` has kept are sent first. ValueError: a parameter has no gradient.
         """
         late = [p for p, bucket in self.bucket_of.items() if p not in bucket.ready]
         without = [str(tuple(parameter.shape)) for parameter in late if parameter.grad is None]
@@ -172,7 +174,7 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those under way included."""
+        """Drop all gradients, after waiting for those that are being sent."""
         for work in self.works:
             work.wait()
         for bucket in self.buckets:
@@ -182,7 +184,7 @@ class ZeroOptimizer(SendsGradients, torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_bytes(self) -> int:
-        """Count the bytes that this rank's optimizers keep for its shards, after a step."""
+        """Return the bytes of this rank's state after a step, without the counters of steps."""
         total = 0
         for bucket in self.buckets:
             for kept in bucket.optimizer.state[bucket.shard].values():

@@ -10,7 +10,7 @@ def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, 
     """Plan which rank owns what, with parameters end to end and cut into W shards of equal length.
 
     numels: of parameters 0, 1, ... Returns a list for each rank, of (parameter, start, stop): its
-    elements from index start up to stop belong to the rank's shard.
+    elements from index start up to stop belong to the rank's shard. The last lists may be empty.
     """
     length = -(-sum(numels) // world_size)  # rounded up: after the last parameter comes padding
     shards = [[] for _ in range(world_size)]
@@ -26,9 +26,10 @@ def shard_plan(numels: list[int], world_size: int) -> list[list[tuple[int, int, 
 
 
 def zero_step(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
-    """Update `parameters` on all ranks with the mean of their `gradients`: SGD with momentum.
+    """Update `parameters`, in place, with the mean of all ranks' `gradients`: SGD with momentum.
 
-    Both are flat, of a length that W divides. state: {} at first; keeps the shard's momentum.
+    Both are flat, of a length that W divides; `gradients` are left holding partial sums. beta: the
+    factor of the old momentum, which `state`, {} at first, keeps for the shard. Every rank calls.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

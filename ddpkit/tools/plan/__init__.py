@@ -7,11 +7,12 @@
     print(explain(search))
 
 A plan is a mesh of data × tensor × pipeline ranks, with DDP, ZeRO-1 or FSDP on the data axis, a
-number of micro-batches, and checkpoints or none; all of them are tried. A plan's training step is
-written down as a program, call by call (`program`), and run on a clock with the latency and
-bandwidth of the machine's network (`clock`); its bytes are counted (`room`). Plans that don't fit
-into memory are left out, the others sorted by time (`search`); `why` compares the best with its
-rivals. `fit` measures this machine. Notebook 15.
+number of micro-batches, and activation checkpoints or none. Every plan that suits the model is
+considered, but for those with very many micro-batches, or fewer than stages. A plan's training step
+is written down as a program, call by call (`program`), and run on a clock with the latency and
+bandwidth of the machine's network (`clock`); its bytes are counted (`room`). `search` leaves out
+plans that don't fit into memory, and finds the fastest of the others; `why` compares the best with
+its rivals. `fit` measures this machine; `CostModel` is in `ddpkit.cost`. Notebook 15.
 """
 
 from .clock import spent, step_s

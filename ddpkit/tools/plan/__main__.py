@@ -20,7 +20,7 @@ MODEL = {  # 7 billion parameters
 
 
 def nbytes(text: str) -> float:
-    """Return the bytes of a text such as '16GB' or '16e9'.
+    """Return the bytes of a text such as '16GB' or '16e9'; a GB is 10^9 bytes.
 
     ValueError, AttributeError: it is neither.
     """
@@ -41,7 +41,7 @@ def bytes_of(text: str) -> float:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """Return the options of a command line. given: its words; None: those of this process."""
+    """Return a command line's options. given: None for this process's. SystemExit: wrong ones."""
     parser = argparse.ArgumentParser("python -m ddpkit.tools.plan", description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--memory", type=bytes_of, help="of a rank, such as 16GB")
@@ -58,7 +58,10 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def machine_of(asked: argparse.Namespace, shape: Shape) -> Machine:
-    """Return the machine that the options describe, or with --fit this one, measured."""
+    """Return the machine that the options describe, or with --fit this one, measured.
+
+    With --fit only --ranks and `shape`, the model to time, count; --memory doesn't.
+    """
     if asked.fit:
         return fit(shape, asked.ranks)
     between = CostModel(*PRESETS[asked.between]) if asked.between else None

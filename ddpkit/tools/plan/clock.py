@@ -3,8 +3,8 @@
 A program is the list of what a rank does in a step (`program`). Every rank has one connection,
 which carries one message at a time each way, as that of `launch(link=)` does: collective calls of
 one axis follow one another, and calls of several axes share the connection. A rank either computes
-or waits for an axis. Left out are clipping, that small matrix products are slow, and that sending
-takes a core's or a GPU's time.
+or waits for an axis. Left out are the computing of clipping, that small matrix products are slow,
+and that sending takes a core's or a GPU's time.
 """
 
 import math
@@ -31,7 +31,8 @@ class Spent:
 
     busy: {kind of computing, such as COMPUTING or UPDATE of `program`: seconds}.
     waits: {axis: seconds of waiting for its calls or messages}.
-    sending: {axis: seconds that its collective calls take}, whether computing hides them or not.
+    sending: {axis: seconds that its collective calls take}, whether computing hides them or not;
+        without messages, and without calls that all stages make together.
     """
 
     busy: Counter = field(default_factory=Counter)
@@ -71,8 +72,9 @@ class Rank:
 
     All times are seconds since the step began.
 
-    shared: one dict for all ranks. shared["sent"] is {message: when its sending began}, and
-        shared[axis] lists when each stage came to the call that all stages make on that axis.
+    shared: one dict for all ranks. shared["sent"] is {message: when its sending began}.
+        shared["pipeline"] and shared["ranks"] list when each stage came to the one call of a step
+        that all stages make together on that axis.
     """
 
     def __init__(self, machine: Machine, plan: Plan, shared: dict):
@@ -119,7 +121,7 @@ class Rank:
         self.now += step.amount / speed
 
     def until(self, moment: float, axis: str) -> None:
-        """Advance this rank's time to `moment`, if that is later, as waiting for `axis`."""
+        """Advance this rank's time to `moment`, if that is later; it counts as wait for `axis`."""
         self.spent.waits[axis] += max(0.0, moment - self.now)
         self.now = max(self.now, moment)
 
@@ -149,9 +151,9 @@ class Rank:
         self.until(moment, axis)
 
     def book(self, until: float = math.inf) -> bool:
-        """Let the next queued call begin, unless that is later than `until`.
+        """Let the queued call begin that can begin first, unless that is later than `until`.
 
-        Return whether a call has begun.
+        It takes the connection, both ways, as soon as that is free. Return whether there was one.
         """
         nexts = [(max(q[0][0], self.free[axis]), axis) for axis, q in self.queues.items() if q]
         if not nexts or min(nexts)[0] > until:
@@ -166,7 +168,7 @@ class Rank:
         return True
 
     def catch_up(self) -> None:
-        """Let all queued calls begin that do so before now: what comes next queues behind them."""
+        """Let all queued calls begin that can by now: what comes next is sent after them."""
         while self.book(self.now):
             pass
 

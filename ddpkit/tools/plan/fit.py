@@ -31,12 +31,14 @@ UPDATED = 2**20  # parameters that a timed update has
 def fit(shape: Shape, ranks: int = 2) -> Machine:
     """Measure what this machine does with `ranks` ranks at a time, and return it as a `Machine`.
 
-    This takes about 12 s at most. All ranks compute at once, so those that share a core are as slow
-    as in training. In what is returned, `memory_bytes` is the memory that is free now, divided by
+    This takes about 12 s at most, beside the start of the ranks, which compute on one thread each.
+    All compute at once, so those that share a core are as slow as in training; the slowest one's
+    figures count. In what is returned, `memory_bytes` is the memory that is free now, divided by
     the number of ranks. `error` is the median error of the predicted times of all-reduces that
     weren't used to fit, and of a block that was timed a second time.
 
     shape: the model, whose block is timed, with fewer tokens or a narrower one if it is large.
+    ValueError: it is unknown how much memory is free, as on a system without /proc.
     """
     run = launch(measure, shape, world_size=ranks)
     slowest = max(run, key=lambda found: found["block"])
@@ -58,9 +60,10 @@ def fit(shape: Shape, ranks: int = 2) -> Machine:
 def measure(shape: Shape) -> dict:
     """Time this rank's all-reduces, a block and an optimizer's update, beside the other ranks.
 
-    Return a dict: "block" and "block again" are the seconds of a block's forward and backward,
-    "flops" their FLOPs, "update" the seconds in which AdamW updates `UPDATED` parameters; "fitted"
-    and "held back" are lists of `cost.Measurement`, empty if there is one rank.
+    Every rank must call; it computes with one thread from then on. Return a dict: "block" and
+    "block again" are the seconds of a block's forward and backward, "flops" their FLOPs, "update"
+    the seconds in which AdamW updates `UPDATED` parameters; "fitted" and "held back" are lists of
+    `cost.Measurement`, empty if there is one rank.
     """
     torch.set_num_threads(1)
     block, flops = make_block(shape)
@@ -81,9 +84,11 @@ def measure(shape: Shape) -> dict:
 
 
 def make_block(shape: Shape) -> tuple[Callable[[], None], float]:
-    """Make a block of the model's width, or of `WIDEST` if that is less.
+    """Make a block of the model's width, or of about `WIDEST` if that is less, with its input.
 
-    Return (a function that runs the block forward and backward once, the FLOPs of that).
+    The size of a head is the model's. The input has the model's tokens, or fewer for a forward of
+    `LARGEST_FLOPS`. Return (a function that runs the block forward and backward once, the FLOPs of
+    that).
     """
     head = shape.width // shape.heads
     heads = max(1, min(shape.width, WIDEST) // head)
@@ -104,10 +109,10 @@ def make_block(shape: Shape) -> tuple[Callable[[], None], float]:
 
 
 def median_s(call: Callable[[], object], limit_s: float = CALL_S) -> float:
-    """Return the median seconds of a function call that all ranks make at the same time.
+    """Return this rank's median seconds of a function call; every rank must call at the same time.
 
     The first call warms up and isn't counted. After it come `ROUNDS` calls, or fewer if the slowest
-    rank has taken `limit_s`, but at least one.
+    rank has taken `limit_s`, the first included, but at least one. Cost: an all-reduce after each.
     """
     seconds = []
     started = time.perf_counter()

@@ -4,9 +4,9 @@ The engines are those of ddpkit: `fast.buckets.BucketedDDP`, `fast.zero.ZeroOpti
 `fast.fsdp.FSDP` on the data axis, the layers of `tensor_parallel`, and `Pipeline` with the schedule
 1F1B. With a pipeline, the data axis' calls come after it, since a weight that first and last stage
 share is summed in between. FSDP's units are the blocks, and a root unit with the rest; it reduces
-after the last micro-batch.
+in the last micro-batch's backward.
 
-All ranks of a stage do the same, so one of them stands for all.
+All ranks of a stage make the same calls, so the first of them stands for all.
 """
 
 from itertools import count, groupby
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     key: what `Wait` names it by.
     axis: the axis of the mesh whose ranks take part.
     op: the operation, such as "all_reduce".
-    nbytes: the bytes that a rank hands in, as records have them.
+    nbytes: the bytes that a rank hands in: its part in an all_gather, otherwise the whole.
     """
 
     key: int
@@ -57,8 +57,8 @@ class Wait(NamedTuple):
 class Send(NamedTuple):
     """An instruction of a program: begin to send a message to another stage.
 
-    key: what names the message on both sides, (receiving stage, "F" or "B", micro-batch), or, for a
-        tied weight's gradient, ("first" or "last", "tied", 0).
+    key: names the message on both sides: (receiving stage, "F" or "B", micro-batch) or, for a tied
+        weight's gradient, ("first", "tied", 0) from the first stage, ("last", "tied", 0) to it.
     """
 
     key: tuple
@@ -102,8 +102,8 @@ def programs(shape: Shape, plan: Plan) -> list[Program]:
 class Writer:
     """The program of a rank of one stage, while it is written.
 
-    program: the instructions so far; every method below appends to it.
-    data_axis: writes what DDP, ZeRO-1 or FSDP does.
+    program: the instructions so far, to which "write" in a docstring means to append.
+    data_axis: a `Ddp`, `Zero1` or `Fsdp`, which writes the calls on the data axis into `program`.
     """
 
     def __init__(self, shape: Shape, plan: Plan, stage: Stage):
@@ -120,8 +120,8 @@ class Writer:
     def step(self, words: list[str]) -> Program:
         """Write a whole step and return its program.
 
-        words: the stage's schedule in PyTorch's notation, with messages: "1F0", "1SEND_F0",
-            "2RECV_F0".
+        words: the stage's schedule in PyTorch's notation, with messages: for stage 1 "1RECV_F0",
+            "1F0", "1SEND_F0" and so on.
         """
         sent = []
         for word in words:
@@ -156,7 +156,7 @@ class Writer:
     def forward_work(self, work, what: str = COMPUTING) -> None:
         """Write one part of a forward: its computing, then its calls on the tensor axis.
 
-        work: a `Work`.
+        work: the part, a `shape.Work`.
         what: the kind of computing, COMPUTING or AGAIN.
         """
         self.compute(work.flops, what)
@@ -167,7 +167,7 @@ class Writer:
             self.collective("tensor", "all_reduce", self.boundary_bytes)
 
     def backward(self, k: int) -> None:
-        """Write the backward of micro-batch k; a checkpointed block's forward comes before it."""
+        """Write the backward of micro-batch k; checkpointed blocks compute forward again before."""
         self.receive("B", k, needed=not self.stage.last)
         self.data_axis.begin_backward(last=k == self.plan.micro_batches - 1)
         for unit, works in groupby(self.stage.works[::-1], attrgetter("unit")):
@@ -186,7 +186,7 @@ class Writer:
 
         The weights' gradients are ready before the all-reduce of the input's gradient.
 
-        work: a `Work`.
+        work: the part, a `shape.Work`.
         """
         self.compute(2 * work.flops)
         names = [name for name in work.weights if self.by_name[name].trained]
@@ -195,7 +195,7 @@ class Writer:
             self.collective("tensor", "all_reduce", self.boundary_bytes)
 
     def sum_tied(self) -> None:
-        """Write that first and last stage exchange the gradient of the weight that they share."""
+        """Write the exchange of the shared weight's gradient, in the first and last stage only."""
         if not self.stage.tied:
             return
         table = self.by_name[self.stage.tied]
@@ -207,7 +207,7 @@ class Writer:
     # Words of the program
 
     def send(self, word: str) -> tuple:
-        """Write that a message begins, by its word in the schedule; return the message's key."""
+        """Write that a message begins; return its key. word: such as "1SEND_F0"."""
         stage, way, k = parse(word.replace("SEND_", ""))
         key = (stage + 1 if way == "F" else stage - 1, way, k)
         self.program.append(Send(key, self.boundary_bytes))
@@ -217,12 +217,13 @@ class Writer:
         """Write that the stage waits for micro-batch k's message, if it is `needed`.
 
         way: "F" for the input of a forward, "B" for the gradient that a backward begins with.
+        needed: False in the first stage's forward and the last stage's backward.
         """
         if needed:
             self.program.append(Receive((self.stage.number, way, k), self.boundary_bytes))
 
     def compute(self, amount: float, what: str = COMPUTING) -> None:
-        """Write computing; it joins the last instruction if that is computing of the same kind."""
+        """Write a `Compute`; if the last instruction is one of the same kind, add to its amount."""
         last = self.program[-1] if self.program else None
         if isinstance(last, Compute) and last.what == what:
             self.program[-1] = Compute(what, last.amount + amount)
@@ -254,10 +255,10 @@ class Writer:
 
 
 class Ddp:
-    """Replicas on the data axis, whose gradients are all-reduced in buckets.
+    """The data axis with DDP: replicas, whose gradients are all-reduced in buckets.
 
-    This goes on in the last micro-batch's backward, or, if there is a pipeline, after it. The
-    class's methods write into the `Writer`'s program.
+    The all-reduces begin in the last micro-batch's backward, or, if there is a pipeline, after its
+    last backward. The class's methods write into the `Writer`'s program.
     """
 
     op = "all_reduce"
@@ -271,7 +272,7 @@ class Ddp:
 
     @classmethod
     def deal(cls, stage: Stage, shape: Shape, plan: Plan) -> list[list[Weight]]:
-        """Return the buckets of weights, in the order in which their gradients are sent."""
+        """Return each bucket's weights (`plan_buckets`), in the order in which they are sent."""
         order = cls.order(stage, plan)
         nbytes = shape.states.gradients
         sizes = [(weight.numel * nbytes, weight.trained) for weight in order]
@@ -292,17 +293,18 @@ class Ddp:
         return sum(weight.numel for weight in bucket)
 
     def numel(self, bucket: list[Weight]) -> int:
-        """Return the number of elements in a bucket under this plan, padding included."""
+        """Return `padded` of a bucket under the writer's plan."""
         return self.padded(bucket, self.writer.plan)
 
     def begin_backward(self, last: bool) -> None:
-        """Note that a backward begins. last: whether it is that of the step's last micro-batch."""
+        """Take note that a backward begins, and write nothing. last: the last micro-batch's."""
         self.sending = last and self.writer.plan.pipeline == 1
 
     def gradients(self, weights: list[Weight]) -> None:
-        """Note that these weights' gradients are ready; start the call of each full bucket.
+        """Take note that these weights' gradients are ready; write the calls of full buckets.
 
-        Buckets start in their order only, so a full one waits for those before it.
+        Buckets are sent in order, so a full one waits for those before it. Nothing is sent before
+        the last micro-batch's backward or, with a pipeline, before `synchronize`.
         """
         if not self.sending:
             return
@@ -314,7 +316,7 @@ class Ddp:
             self.under_way.append(self.writer.start("data", self.op, nbytes))
 
     def synchronize(self) -> None:
-        """Write the calls that haven't begun, and waits for all calls."""
+        """Write the calls of buckets that haven't begun, then a `Wait` for each bucket's call."""
         self.sending = True
         self.gradients(self.writer.stage.trained)
         for key in self.under_way:
@@ -336,7 +338,7 @@ class Ddp:
 
 
 class Zero1(Ddp):
-    """Replicas whose optimizer state is sharded: buckets are reduce-scattered, not all-reduced.
+    """The data axis with ZeRO-1: gradients are reduce-scattered in buckets, not all-reduced.
 
     Each rank updates its shard of every bucket, and the shards are all-gathered.
     """
@@ -353,7 +355,7 @@ class Zero1(Ddp):
         return numel + -numel % plan.data
 
     def update(self) -> None:
-        """Write each bucket's update and the all-gather after it, then waits for all gathers."""
+        """Write each bucket's update and the all-gather after it, then a `Wait` for each gather."""
         writer = self.writer
         gathers = []
         for bucket in self.buckets:
@@ -366,10 +368,10 @@ class Zero1(Ddp):
 
 
 class Fsdp(Ddp):
-    """Shards on the data axis: blocks are gathered one ahead, freed after use, and reduced.
+    """The data axis with FSDP: blocks are gathered one ahead, freed after use, and reduced.
 
-    That is what `ddpkit.fsdp.Conductor` does. A checkpointed block isn't gathered ahead: its
-    forward runs without autograd, from which the order is learned.
+    `ddpkit.fsdp.Conductor` does that, with `overlap`. With checkpoints no block is gathered ahead:
+    forward then runs without autograd, where the conductor doesn't learn the order.
 
     whole: the units whose weights are whole now.
     gathering: {unit whose gather is under way: key of its call}.
@@ -397,9 +399,10 @@ class Fsdp(Ddp):
             self.gathering[unit] = self.writer.start("data", "all_gather", nbytes)
 
     def gather(self, unit: str, step: int) -> None:
-        """Write that the program waits for a unit's weights, and begins to gather its neighbour.
+        """Write the gather of a unit and a wait for it, unless it is whole; begin the next block's.
 
-        step: the neighbour's distance in the order of blocks, 1 in forward and -1 in backward.
+        step: from a block to the next, 1 in forward and -1 in backward. With checkpoints none
+        begins, nor does the root begin one in forward.
         """
         self.start_gather(unit)
         if unit in self.gathering:

@@ -1,10 +1,10 @@
-"""Predict the memory of a rank: model states, activations, and what is whole for a moment.
+"""Predict the memory of a rank: model states, activations, and working memory.
 
-States are exact for the engines that `program` names, except for AdamW's counters of steps.
+States are exact for the engines that `plan.program` names, except for AdamW's counters of steps.
 Activations are `ddpkit.memory`'s terms without dropout, with attention that keeps no matrix.
-Working memory is what is there for a part of the step only: what FSDP has whole, a checkpointed
-block's activations, gradients of logits and weights, and a pipeline's messages, which are kept
-until the step ends.
+Working memory is what is there for a part of the step only: FSDP's gathered weights and their
+gradients, a checkpointed block's activations, gradients of logits and of the largest weight, and a
+pipeline's messages, which are kept until the step ends.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ SPLIT = (
     "input of the MLP's second layer",
 )
 TOKEN_BYTES = 8  # int64
-UNITS_AT_A_TIME = 4  # units of FSDP in memory: three whole, and the gradients of one
+UNITS_AT_A_TIME = 4  # of FSDP: the whole weights of two, the gradients of two
 
 
 class Room(NamedTuple):
@@ -52,10 +52,9 @@ class Room(NamedTuple):
 
 
 def rooms(shape: Shape, plan: Plan) -> list[Room]:
-    """Predict the bytes of the first rank of each stage, which has the most.
+    """Return a `Room` for each pipeline stage, in order: the predicted bytes of its first rank.
 
-    Return a `Room` for each stage, in order.
-
+    No other rank of the stage has more.
     ValueError: the model can't be divided by this plan; the message says why.
     """
     micro_batches = held(one_f_one_b(plan.pipeline, plan.micro_batches))
@@ -77,8 +76,8 @@ def peak(shape: Shape, plan: Plan) -> Room:
 def states(shape: Shape, plan: Plan, stage: Stage) -> ModelStates:
     """Return the bytes of a rank's parameters, gradients and optimizer state, as `ModelStates`.
 
-    Frozen parameters are among the parameters. If they are sharded, the rank is the one with the
-    largest shards.
+    Frozen parameters are among the parameters. With FSDP the rank is the data axis' first, whose
+    shards are the largest.
     """
     number = shape.states  # bytes of one
     frozen = sum(weight.numel for weight in stage.weights if not weight.trained)
@@ -109,7 +108,7 @@ def owned(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def activation_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
-    """Return the bytes that this stage keeps of one micro-batch for its backward."""
+    """Return the bytes that one rank of this stage keeps of one micro-batch for its backward."""
     n = tokens(shape, plan)
     split = plan.tensor > 1
     total = stage.blocks * block_bytes(shape, plan)
@@ -140,14 +139,14 @@ def block_bytes(shape: Shape, plan: Plan, checkpoint: bool | None = None) -> int
 
 
 def logit_bytes(shape: Shape, plan: Plan) -> int:
-    """Return the bytes of this rank's part of a micro-batch's logits, in float32."""
+    """Return the bytes of the first tensor rank's part of a micro-batch's logits, in float32."""
     return 4 * tokens(shape, plan) * -(-shape.vocabulary // plan.tensor)
 
 
 def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
     """Return the bytes that are there for a part of the step only.
 
-    What is kept for backward isn't among them. For FSDP this is an upper bound.
+    Activations kept for backward aren't among them. For FSDP this is an upper bound.
     """
     moments = [0]
     if plan.checkpoint and stage.blocks:
@@ -166,6 +165,6 @@ def working_bytes(shape: Shape, plan: Plan, stage: Stage) -> int:
             sizes[unit] = numel * shape.states.parameters
         # Several micro-batches add up whole gradients; otherwise few units have any at a time.
         gradients = sum(sizes.values()) if plan.micro_batches > 1 else 0
-        # The root's weights stay whole; of the others a few are at a time.
+        # The root's weights and gradients stay whole; of the other units a few are at a time.
         whole = gradients + 2 * sizes.pop("") + UNITS_AT_A_TIME * max(sizes.values(), default=0)
     return whole + sent + largest + max(moments)

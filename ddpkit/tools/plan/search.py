@@ -40,7 +40,7 @@ class Prediction:
     def sending(self, axis: str) -> float:
         """Return the seconds that an axis' collective calls take, averaged over the stages' ranks.
 
-        Whether computing hides them or not makes no difference.
+        Whether computing hides them or not makes no difference. What isn't counted: see `Spent`.
         """
         return sum(spent.sending[axis] for spent in self.stages) / len(self.stages)
 
@@ -58,10 +58,10 @@ def meshes(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def plans(shape: Shape, ranks: int, **fixed) -> Iterator[Plan]:
-    """Yield every plan by which these ranks can train the model.
+    """Yield every plan by which these ranks can train the model, whether it fits in memory or not.
 
-    It may not fit into memory. A pipeline has at least as many micro-batches as stages. More than
-    `MOST_MICRO_BATCHES` aren't tried.
+    A pipeline has at least as many micro-batches as stages. More than `MOST_MICRO_BATCHES` aren't
+    tried, nor a `bucket_cap_mb` other than the default.
 
     fixed: fields of `Plan` with the value that every plan must have, such as tensor=1.
     """
@@ -82,13 +82,13 @@ class Search:
     """All plans of a machine for a model; a plan's time is predicted when it is first needed.
 
     plans: all that can train the model.
-    rooms: {plan: bytes of its fullest rank}.
+    rooms: {plan: the `Room` of its fullest rank, i.e. its bytes}.
     fitting: the plans that fit into a rank's memory, sorted by `bounds`.
     bounds: {plan that fits: seconds that its step takes at least}.
     found: {plan: its prediction}, of those that were predicted so far.
 
     shape, machine: the model and the ranks.
-    fixed: fields of `Plan` with the value that every plan must have, such as tensor=1.
+    fixed: fields of `Plan` with the value that every plan must have, such as tensor=1; see `plans`.
     """
 
     def __init__(self, shape: Shape, machine: Machine, **fixed):
@@ -126,7 +126,7 @@ class Search:
         Only plans for which `where` holds count. If two are equally fast, the one that needs less
         memory comes first. The list is empty if none fits.
 
-        most: the largest number of plans to return.
+        most: the largest number of plans to return, 1 or more.
         """
         best: list[Prediction] = []
         for plan in filter(where, self.fitting):

@@ -52,7 +52,7 @@ class Shape:
     def states(self) -> ModelStates:
         """Return the bytes of one parameter, of its gradient and of its optimizer state.
 
-        Elements of activations and of weights that are sent are as large as a parameter.
+        An element of an activation, or of a weight that is sent, has the bytes of a parameter.
         """
         return PRECISIONS[self.precision]
 
@@ -159,7 +159,7 @@ def micro_batches(many: int) -> str:
 
 
 def refusal(shape: Shape, plan: Plan) -> str:
-    """Return the reason why this model can't be divided by the plan, or "" if it can."""
+    """Return the reason why this plan doesn't suit the model and its batch, or "" if it does."""
     if shape.heads % plan.tensor != 0:
         return f"{count(shape.heads, 'head')} can't be shared by tensor={plan.tensor}"
     if plan.pipeline > shape.layers:
@@ -207,7 +207,8 @@ class Work(NamedTuple):
     kind: EMBEDDING, ATTENTION, MLP or HEAD.
     unit: the unit of FSDP to which it belongs; "" is the root unit.
     flops: of this part's forward, on one tensor rank.
-    weights: the names of the parameters that it uses.
+    weights: the names of the trained parameters whose gradients its backward completes; a stage
+        with embedding and head has their shared table in the embedding's part.
     """
 
     kind: str
@@ -277,7 +278,7 @@ def cut_sizes(shape: Shape, stages: int) -> list[int]:
 def stages(shape: Shape, plan: Plan) -> tuple[Stage, ...]:
     """Return the stages of the pipeline, in order; one if there is no pipeline.
 
-    ValueError: the model can't be divided by this plan; the message says why.
+    ValueError: the plan doesn't suit the model; the message has `refusal`'s reason.
     """
     wrong = refusal(shape, plan)
     if wrong:

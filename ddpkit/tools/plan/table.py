@@ -15,9 +15,10 @@ fullest rank."""
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Return a table of plans as text, a line each, with what the step's time goes to.
+    """Return a table of plans as text, a line each and a legend, with what the step's time goes to.
 
-    found: the predictions, in the order of the lines.
+    found: the predictions, in the order of the lines. The optimizer's update, and waiting for all
+    ranks, have no column, so that shares of the step may add up to less than all of it.
     """
     rows = [HEAD, *map(row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

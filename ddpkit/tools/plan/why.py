@@ -82,8 +82,8 @@ def too_large(search: Search) -> str:
 def reason(search: Search, best: Prediction, name: str) -> list[str]:
     """Return [a sentence] on why the best plan has its value of `name`, a field of `Plan`.
 
-    It compares the best plan with those that have less of `name`, or, if there are none, more.
-    Return [] if all have the same.
+    It compares the best plan with those that have a smaller value, by `amount`, or, if there are
+    none, a larger one. Return [] if all have the same, or on the sharding of one data rank.
     """
     if name == "sharding" and best.plan.data == 1:
         return []
@@ -99,8 +99,8 @@ def reason(search: Search, best: Prediction, name: str) -> list[str]:
 def others(search: Search, plan: Plan, name: str) -> list[Plan]:
     """Return the plans that have another value of `name`, a field of `Plan`, than `plan`.
 
-    If `name` is an axis, they may differ otherwise as well; if not, they are alike in all other
-    fields.
+    If `name` is "tensor" or "pipeline", they may differ otherwise as well. For any other they are
+    alike in all other fields.
     """
     found = []
     for other in search.plans:
@@ -112,7 +112,7 @@ def others(search: Search, plan: Plan, name: str) -> list[Plan]:
 
 
 def amount(name: str, value) -> int:
-    """Return how much of a choice a value is, as a number: FSDP is more sharding than ZeRO-1."""
+    """Return a number to compare a value by: 0 for DDP, 1 for ZeRO-1, 2 for FSDP; others as is."""
     return list(SHARDINGS).index(value) if name == "sharding" else value
 
 
@@ -137,7 +137,8 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
     """Return the end of a sentence that says why none of the plans in `rivals` is better.
 
     It is for lack of memory, or it is what the fastest of them loses time with. If that plan is
-    slower by at most `TIE` of a step, the end says that it takes as long.
+    slower by at most `TIE` of a step, the end says that it takes as long, and how much more memory
+    it needs, if so.
     """
     found = search.best(where=set(rivals).__contains__)
     if not found:
@@ -161,7 +162,7 @@ def against(search: Search, best: Prediction, name: str, rivals: list[Plan]) -> 
 
 
 def loss(best: Prediction, rival: Prediction) -> str:
-    """Return where a slower plan loses most: '31 ms more of waiting for the last rank'."""
+    """Return where a slower plan loses most time: '31 ms more of waiting for the last rank'."""
     share = f"{rival.mean('pipeline') / rival.seconds:.0%}"
     words = {
         COMPUTING: "of more computing",
@@ -201,7 +202,7 @@ def data_axis(best: Prediction) -> list[str]:
 def idle_share(best: Prediction) -> list[str]:
     """Return [a sentence] on how long ranks of the pipeline are idle; [] without a pipeline.
 
-    It gives a share of the step twice, by the schedule alone and by the prediction.
+    It gives a share of the step twice, by the prediction and by the schedule alone.
     """
     plan = best.plan
     if plan.pipeline == 1:
