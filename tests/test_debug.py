@@ -25,6 +25,7 @@ from ddpkit.inspect import session
 from ddpkit.inspect.explain import explain, read_dumps
 from ddpkit.inspect.session import Session, own_gpu
 from ddpkit.runtime import wire
+from ddpkit.runtime.look import Look
 
 BEGIN = """\
 import os, signal, sys, time
@@ -185,12 +186,18 @@ if rank == 0:
 """
 
 
-def test_a_mismatch_is_told_when_all_pages_had_time_to_come(monkeypatch, tmp_path):
+@pytest.fixture
+def session_of_3(monkeypatch, tmp_path):
+    """Rank 0's, on a machine of its own."""
     where = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     where |= {"TORCHELASTIC_ERROR_FILE": tmp_path / "rank" / "error"}
     for name, value in where.items():
         monkeypatch.setenv(name, str(value))
-    session, told = Session(None), []
+    return Session(None)
+
+
+def test_a_mismatch_is_told_when_all_pages_had_time_to_come(session_of_3, monkeypatch):
+    session, told = session_of_3, []
     monkeypatch.setattr(session, "tell", told.append)
     eight, nine = (call(ranks=(0, 1, 2), fingerprint=n, detail=n) for n in ("8", "9"))
     session.board.put(0, 0, eight)
@@ -200,6 +207,32 @@ def test_a_mismatch_is_told_when_all_pages_had_time_to_come(monkeypatch, tmp_pat
     session.board.put(2, 0, nine)  # its page comes from another machine
     session._look(session.board.events())
     assert "ranks 1 and 2 called all_reduce(9)" in told[0]
+
+
+def test_a_failure_is_told_though_the_store_went_down_with_its_machine(
+    session_of_3, monkeypatch, capsys
+):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    session_of_3.store = dist.TCPStore("127.0.0.1", server.port)
+    del server
+    ended = []
+    monkeypatch.setattr(session_of_3, "end", lambda *how, **cause: ended.append((how, cause)))
+    session_of_3.failed(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:9"))
+    assert "ddpkit: a connection broke, nobody here knows why." in capsys.readouterr().err
+    assert ended == [((1,), {"cause": True})]
+
+
+def test_a_message_that_came_too_soon_comes_later(session_of_3, capsys):
+    board = session_of_3.board
+    for number in range(2):
+        board.put(0, number, call(number, ranks=(0, 1, 2), line=number))
+        board.set_waiting(0, number)
+        session_of_3._say("rank 0 waits", "", Look(board))
+    assert capsys.readouterr().err.count("ddpkit: ") == 1
+    os.utime(session_of_3.folder / "word", (0, 0))
+    for _ in range(2):
+        session_of_3._say("rank 0 waits", "", Look(board))
+    assert capsys.readouterr().err.count("ddpkit: ") == 1
 
 
 def test_slow_is_not_hung(tmp_path):
@@ -225,6 +258,16 @@ def test_what_all_machines_said_is_gathered_on_rank_0(tmp_path):
     assert round(begun[1] - begun[0], -2) == 1000
     assert explain(read_dumps(tmp_path / "dumps")).startswith("no rank waits for another")
     assert [path.name for path in sorted(tmp_path.rglob("ddpkit"))] == []
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_of_a_rank_that_hands_in_nothing_the_board_has_the_calls(per_machine, tmp_path):
+    (tmp_path / "train.py").write_text(BEGIN + "if rank == 1:\n    os._exit(0)")
+    keep = ["--trace", f"{tmp_path}/step.json"]
+    run = launch(torchruns_rank, tmp_path, per_machine, keep, fork=True, world_size=2)
+    assert list(run) == [0, 0]
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert [e["pid"] for e in events if e["name"] == "barrier"] == [0, 1]
 
 
 def test_the_emulated_link_and_gloos_interfaces(tmp_path, monkeypatch):
@@ -479,6 +522,7 @@ def test_two_agents_of_one_machine_are_two_machines(tmp_path):
         (["nowhere.py"], "expected a script, got nowhere.py"),
         ([__file__], "how many ranks, before the script: --world-size 4 .*test_debug.py"),
         (["--link", "a string", __file__], "a string"),
+        (["--world", "2", __file__], "2"),  # an option's beginning is none
         (["--trace", "nowhere/step.json", __file__], "a folder for nowhere/step.json: make one"),
     ],
 )

@@ -1,6 +1,7 @@
 """Figures: what they compute, what they draw, and words that are the same in every run."""
 
 import io
+import math
 from functools import cache
 from types import SimpleNamespace
 
@@ -154,6 +155,8 @@ def test_a_silent_run_is_told_in_words():
     check_picture(picture)
     after = repr(figures.timeline(sent, after="send"))
     assert after == "No rank made a call after its last send: there is nothing to draw."
+    unwaited = SimpleNamespace(wire=[[call(0, None, None)], []])
+    assert figures.Part(unwaited, "send").begun == [0, math.inf]
     both = repr(figures.timeline({"one": silent, "two": sent}))
     assert both == "Timeline. one: every rank: no calls. two: rank 0: 1 send; rank 1: no calls."
 

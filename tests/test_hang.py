@@ -350,8 +350,10 @@ def test_trap_19_slow_is_not_hung():
 
 
 def test_threads_that_nobody_can_see_may_be_busy():
-    unseen = SimpleNamespace(ranks=[SimpleNamespace(ask_stacks=list)])
-    assert not watch.Watch._other_threads_idle(unseen, 0)
+    main, reads = [(__file__, 1, "step")], [(watch.streams.__file__, 1, "_watch")]
+    for stacks, idle in ([], False), ([reads, main], True), ([main, main], False):
+        rank = SimpleNamespace(ask_stacks=lambda stacks=stacks: stacks)
+        assert watch.Watch._other_threads_idle(SimpleNamespace(ranks=[rank]), 0) == idle
 
 
 def test_a_thread_of_a_waiting_rank_may_still_bring_the_message():
@@ -695,6 +697,13 @@ def test_parts_of_an_all_to_all_are_compared_pair_by_pair(board):
     )
 
 
+def test_no_rank_is_blamed_for_splits_if_two_are_in_all_pairs():
+    by_rank = {0: ((1, 2), (1, 3)), 1: ((2, 1), (1, 1))}
+    both = {rank: call(op="all_to_all", splits=sizes) for rank, sizes in by_rank.items()}
+    headline, advice = words.explain_mismatch(both)
+    assert (headline.count("sends"), "pairs" in advice) == (2, False)
+
+
 def test_a_rank_whose_splits_are_wrong_is_named():
     def exchanges():
         rank, world_size = dist.get_rank(), 3
@@ -734,6 +743,17 @@ def test_one_rank_waits_for_all_others(tmp_path):
     board.close()
 
 
+def test_who_computes_is_not_said_to_be_inside_a_call(board):
+    say(board, 0, ranks=(0, 1))
+    say(board, 1, ranks=(0, 1))
+    headline, _ = words.explain_standstill(Look(board), 1.0)
+    assert headline == "no progress for 1 s, and ranks 0 and 1 are inside a call."
+    board.set_waiting(0, None)
+    board.set_waiting(1, None)
+    headline, _ = words.explain_standstill(Look(board), 1.0)
+    assert headline == "no progress for 1 s, and no rank is inside a call."
+
+
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     for rank in range(3):
         board.set_state(rank, IDLE)
@@ -743,6 +763,10 @@ def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     say(board, 1)
     say(board, 2)
     assert Look(board).in_step()
+    for seq in range(SLOTS):  # ranks 0 and 1 forget that all have come
+        say(board, 0, seq, op="send", ranks=(0, 1), channel="0 0>1:0")
+        say(board, 1, seq, op="recv", ranks=(0, 1), channel="0 0>1:0")
+    assert Look(board).in_step()
     board.set_state(1, RUNNING)
     assert not Look(board).in_step()
 
@@ -751,6 +775,19 @@ def test_calls_keep_their_numbers_when_the_board_forgets_the_first(board):
     for number in range(SLOTS + 7):
         say(board, 0, number, detail=str(number))
     assert columns.numbered_calls(Look(board), 0)[SLOTS + 7] == f"all_reduce({SLOTS + 6})"
+
+
+def test_calls_keep_their_numbers_where_a_rank_alone_has_forgotten_a_group(board):
+    for rank in range(2):
+        say(board, rank, op="new_group", channel="new 0#1", done=1.0)
+        for number in range(SLOTS - rank):
+            say(board, rank, number, detail=str(number))
+    lines = list(columns.last_calls(Look(board), [0, 1], None, stuck=False))
+    assert lines[0] == "Their last calls:"
+    assert lines[-1].split() == ["256", "all_reduce(255)", "-"]
+    say(board, 0, channel="0#1")  # whether rank 1 has forgotten calls there isn't known
+    lines = list(columns.last_calls(Look(board), [0, 1], None, stuck=False))
+    assert "≠" not in "".join(lines)
 
 
 def test_places_name_no_machine_path_and_no_cell_number():

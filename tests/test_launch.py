@@ -97,6 +97,7 @@ LOCK = threading.Lock()
         ([print, count(3)], {}, "a generator as argument 0: pass list(...) of it"),
         ([print], {"sep": count(3)}, "a generator as argument sep=: pass list(...) of it"),
         ([print, LOCK], {}, "argument 0 (TypeError: cannot pickle '_thread.lock' object). Make it"),
+        ([functools.partial(print, LOCK)], {}, "got argument 0 of partial (TypeError: cannot"),
         ([lambda: LOCK], {}, "the variable 'LOCK' that the function uses (TypeError: cannot"),
         ([closure()], {}, "the variable 'lock' that the function uses (TypeError: cannot"),
     ],

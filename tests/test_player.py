@@ -60,14 +60,22 @@ def torch_collectives():
     dist.barrier()
 
 
-def uneven_all_to_all(ranks=2):
+def uneven_all_to_all(ranks=2, sent=(1, 2)):
     """Each rank sends 1 number to rank 0 and 2 to rank 1."""
     got = [dist.get_rank() + 1] * ranks
-    dist.all_to_all_single(torch.zeros(sum(got)), mine(3), got, [1, 2, 3][:ranks])
+    dist.all_to_all_single(torch.zeros(sum(got)), mine(sum(sent)), got, list(sent[:ranks]))
 
 
 def too_few_sizes():
     uneven_all_to_all(ranks=1)
+
+
+def rank_1_has_too_few_sizes():
+    uneven_all_to_all(ranks=2 - dist.get_rank())
+
+
+def sizes_do_not_fit():
+    uneven_all_to_all(sent=(1, 2 + dist.get_rank()))
 
 
 def all_send():
@@ -216,6 +224,14 @@ WRONG = {
         "1. rank 0 fails, as the error says",
         "2. PyTorch refuses the all_to_all of ranks 0 and 1: 1 size to send, 1 size to receive, "
         "in a group of 2",
+    ],
+    (rank_1_has_too_few_sizes, 2): [
+        "1. rank 1 fails, as the error says",
+        "2. PyTorch refuses the all_to_all of rank 1: 1 size to send, 1 size to receive, "
+        "in a group of 2",
+    ],
+    (sizes_do_not_fit, 2): [
+        "1. the ranks disagree: rank 1 sends 3 to rank 1, which expects 2",
     ],
     (one_raises, 2): [
         "1. rank 1 fails, as the error says",
@@ -403,6 +419,14 @@ def test_long_runs_are_cut():
     lines = repr(replayed).splitlines()
     assert len(lines) == MOST_FRAMES + 1
     assert lines[-1] == "… and 20 more steps: a replay shows 120 at most"
+
+
+def test_hops_are_counted_before_the_run_is_cut():
+    whole = repr(player(recorded(ping, 70), by_hop=True)).splitlines()
+    assert (len(whole), whole[-1]) == (71, "the end: what each rank has now")
+    lines = repr(player(recorded(ping, 130), by_hop=True)).splitlines()
+    assert lines[-2].startswith("hop 120: ")
+    assert lines[-1] == "… and 11 more steps: a replay shows 120 at most"
 
 
 def test_long_buffers_fit_the_page():

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import stuck_scripts
@@ -148,6 +150,22 @@ def test_sigterm_is_answered_and_still_ends_the_rank(tmp_path):
     assert report.startswith("ended by SIGTERM, sent to rank ")
     assert f"train.py:{LINES + 5}: if rank == 1: print" in report
     assert not list(tmp_path.glob("torchelastic_*/*/*/ddpkit"))
+
+
+ASYNCIO = """
+import asyncio, os, signal, time
+from ddpkit.runtime.exits import answer_sigterm
+answer_sigterm(lambda: os._exit(7))
+asyncio.new_event_loop().add_signal_handler(signal.SIGUSR2, print)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_sigterm_is_answered_under_asyncio():
+    """It puts a pipe of its own where Python writes the number of a signal."""
+    ended = subprocess.run([sys.executable, "-c", ASYNCIO], timeout=FREEZE_S, check=False)
+    assert ended.returncode == 7
 
 
 def test_a_crashed_sessions_folder_is_swept_by_a_later_one(tmp_path, monkeypatch):

@@ -106,6 +106,20 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
     assert threads == "0"
 
 
+LINKS = """
+link = Link.preset("1 Gbit Ethernet")
+tell([launch(work, 1.0, link=given).link.name for given in (None, link, None)])
+"""
+
+
+@pytest.mark.wide
+def test_a_launch_without_a_link_has_that_of_the_command(tmp_path):
+    debug = sys.executable, "-m", "ddpkit.debug", "--world-size=2", "--link", "10 Gbit Ethernet"
+    run_script(tmp_path, WORK + TELL + LINKS, command=debug, OMP_NUM_THREADS="1")
+    names = ["10 Gbit Ethernet", "1 Gbit Ethernet", "10 Gbit Ethernet"]
+    assert (tmp_path / "run.1").read_text() == f"{names}\n"
+
+
 HANGS = """
 from ddpkit import launch
 
@@ -145,7 +159,8 @@ def names_its_backend(folder, gpus, per_machine):
     store = dist.FileStore(f"{folder}/store", dist.get_world_size())
     dist.rendezvous = lambda url: iter([(store, rank, dist.get_world_size())])
     dist.init_process_group = lambda backend, **_: said.append(backend)
-    dist.init_process_group.session = SimpleNamespace(recorder=SimpleNamespace(check_buffers=0))
+    mine = SimpleNamespace(check_buffers=0, own_link=None)
+    dist.init_process_group.session = SimpleNamespace(recorder=mine)
     dist.is_nccl_available, torch.cuda.device_count = lambda: True, lambda: gpus[rank]
     os.environ["LOCAL_WORLD_SIZE"] = str(per_machine)
     for attempt in ("0", "1"):  # torchrun keeps its store

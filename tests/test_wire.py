@@ -166,6 +166,17 @@ def test_a_message_is_waited_for_no_longer_than_asked(source, link):
     launch(in_vain, world_size=2, link=link, timeout=60)
 
 
+@pytest.mark.parametrize("link", [None, Link(1e-4, 1e9)])
+def test_nor_is_a_collective(link):
+    def in_vain():
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.zeros(1), async_op=True)
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                work.wait(timedelta(seconds=0.2))
+
+    launch(in_vain, world_size=2, link=link, timeout=60)
+
+
 def test_after_a_restart_nothing_of_the_first_attempt_is_read(monkeypatch):
     store = dist.HashStore()
     of_this_attempt(store).set("address", "of a rank that is gone")

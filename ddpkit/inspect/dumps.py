@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,15 +17,16 @@ import torch
 from ..runtime.board import MESSAGES, Record, Said
 from ..runtime.place import is_library
 from ..runtime.wording import UNEQUAL
+from ..tools.units import name_group
 from .flight_recorder import NAMES
 from .trace import DTYPES
 
 KNOWN = "2."  # the beginning of all versions that can be read
-MOST_CALLS = 2**62  # the largest number that fits the board
+MOST_CALLS = 2**62  # a call's index must be smaller: the board keeps it in 8 bytes
 OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
 TORCH_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
-# Frames of torch or Python on another machine, of what wraps torch's deprecated functions, and
-# those of C++ (TORCH_FR_CPP_STACK). A project may lie in a folder named torch.
+# Frames that aren't the user's: of torch or Python on another machine, of what wraps torch's
+# deprecated functions, of C++ (TORCH_FR_CPP_STACK). A project may lie in a folder named torch.
 LIBRARY = re.compile(
     r"[/\\](((site|dist)-packages|pytorch)[/\\]torch[/\\]|typing_extensions\.py$"
     r"|lib[/\\]python3\.\d+[/\\](?!(site|dist)-packages))|\.(cpp|cc|h|hpp)$|^[?<]"
@@ -42,14 +44,14 @@ class _DataOnly(pickle.Unpickler):
 
 
 def read_dumps(folder: str | Path) -> dict[int, dict]:
-    """Return all dumps in a folder: {rank: dump}, sorted by rank.
+    """Return the dumps in a folder, {rank: dump}, sorted by rank.
 
     A dump is the dict that the recorder pickled: "entries" is a list with a dict for each call,
     "pg_config" is {name of a group: a dict with its "ranks"}, and "version" is a text such as
     "2.10". Files whose names don't end in a number are ignored.
 
     ValueError: there are no dumps, two files for one rank, a file that is no dump, or a version
-        that isn't `KNOWN`.
+        that doesn't begin with `KNOWN` ("2.").
     """
     folder = Path(folder)
     files = {}
@@ -86,19 +88,26 @@ def _read(path: Path) -> dict:
 
 def members_of(group: dict) -> list[int]:
     """Return the global ranks of a group's members. group: a value of a dump's pg_config."""
-    return [int(rank) for rank in re.findall(r"\d+", str(group["ranks"]))]
+    return list(_numbers(str(group["ranks"])))
+
+
+@lru_cache(4096)  # a cluster's many calls share a few groups
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the whole numbers in a text, such as "[0, 1, 2]"."""
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
     """Yield the calls in a dump as records, in the order in which they were made.
 
-    A record's `done` is 1.0, which is no time, if the call is complete, and None if it is open.
+    A record's `done` is 1.0 (not a time) if the call is complete, and None if it is open.
     Calls in a batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends
     the batch, and only this one has a state that says whether the calls are complete; it yields no
     record of its own.
 
     dump: a dict of one rank, with "entries" and "pg_config".
     everybody: the ranks of the world, for groups whose members the dump leaves out.
+    ValueError: see `_record`. KeyError and the like: an entry lacks a field, or has a wrong one.
     """
     batches: dict[tuple, list[dict]] = {}
     for entry in dump["entries"]:
@@ -120,11 +129,11 @@ def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
 def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Record:
     """Return the record of one call, an entry of a dump.
 
-    part: added to the name of the channel, to tell apart the calls of a batch, which share one
-        number.
+    part: added to the record's channel (a name for the group), " part 1" for example, to tell apart
+        the calls of a batch, which share one number. A message's channel goes without.
     groups: the dump's pg_config, {name of a group: a dict with its "ranks"}.
     everybody: the ranks of the world.
-    ValueError: the call's number doesn't fit the board.
+    ValueError: a collective's number is less than 1 or more than `MOST_CALLS`.
     """
     name, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     group = entry["process_group"][0]
@@ -139,7 +148,7 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
     detail = f"{shape or numel} {dtype}" if dtype else ""
     detail += f", {peers}" if peers else ""
     if len(members) < len(everybody) and name not in MESSAGES:
-        detail += f", group {list(members)}" if detail else f"group {list(members)}"
+        detail += f", {name_group(members)}" if detail else name_group(members)
     frames = entry.get("frames") or [{"name": "?", "filename": "?", "line": 0}]
     theirs = (f for f in frames if not is_library(f["filename"]))
     frame = next((f for f in theirs if not LIBRARY.search(f["filename"])), frames[0])
@@ -152,7 +161,7 @@ def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Recor
         fingerprint = f"{numel} {dtype}"
     said = Said(
         op=name,
-        group="world" if len(members) == len(everybody) else f"group {list(members)}",
+        group="world" if len(members) == len(everybody) else name_group(members),
         ranks=members,
         channel=channel,
         fingerprint=fingerprint,

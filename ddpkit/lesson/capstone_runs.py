@@ -42,10 +42,11 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
-    The state has parameters, buffers, and what the optimizer keeps for each element: for "sign" the
-    sum of all gradients, in which a wrong factor shows. To be called on every rank, which returns
-    its own copies. Checkpoints are neither read nor written. If `config.exact` is true, all ranks
-    of all meshes return the same to the last bit, which `same` can check.
+    The state has parameters, buffers, and what the optimizer keeps for each element. The optimizer
+    "sign" keeps the sum of all gradients, and only its sign moves a parameter: gradients that are
+    twice too large show in that sum alone. To be called on every rank; of a tensor that several
+    ranks hold, each returns its own copy. Checkpoints are neither read nor written. With
+    `config.exact`, all numbers are integers, and all ranks of all meshes return the same bits.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -105,12 +106,13 @@ def sent(run: Run) -> float:
     """Return the bytes that rank 0 sent after its last barrier, as if collective calls used a ring.
 
     In a launch of `weigh` these are the bytes of the second training step. They are computed from
-    the sizes in the records of rank 0's calls, as a ring would send them; the bytes of a broadcast
-    all count at the rank that it comes from.
+    the sizes in the records of rank 0's calls: an all_reduce of 8 bytes among 4 ranks, for example,
+    counts 2 × 3/4 × 8 = 12. A broadcast from rank 0 counts the bytes that all ranks send for it,
+    one from another rank counts 0.
 
     run: what `launch` returned.
-    ValueError: rank 0 made no barrier. KeyError: `sent_by_all` doesn't count a call that it made
-        afterwards, such as all_to_all.
+    ValueError: rank 0 made no barrier. KeyError: afterwards it made a call for which no count is
+        known, such as all_to_all.
     """
     records = run.wire[0]
     after = max(at for at, record in enumerate(records) if record.op == "barrier")
@@ -120,13 +122,13 @@ def sent(run: Run) -> float:
 def flip_a_bit(folder: str | Path) -> Path:
     """Damage the newest checkpoint in a folder by changing one bit; return the checkpoint's path.
 
-    A checkpoint is a folder named `step-*`, the newest the last in alphabetical order. The bit is
-    in the middle of one of its `.distcp` files, which hold tensors, and is changed on the disk. The
-    notebook then shows that reading the checkpoint finds the damage.
+    A checkpoint is a folder named `step-` and a number, the newest the last in alphabetical order.
+    The bit is in the middle of one of its `.distcp` files, which hold tensors. The notebook then
+    shows that reading the checkpoint finds the damage.
 
     IndexError: the folder has no checkpoint. StopIteration: the newest has no such file.
     """
-    newest = sorted(Path(folder).glob("step-*"))[-1]
+    newest = sorted(Path(folder).glob("step-*[0-9]"))[-1]
     file = next(newest.glob("*.distcp"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,9 +1,8 @@
-"""Draw ranks at work: a collective's effect, bytes, hops, time, and the processes that ranks are.
+"""Draw ranks at work: a collective's effect, bytes sent, messages hop by hop, timelines, processes.
 
 Each public function that draws returns a `Picture`: a matplotlib figure, and a text that says what
-it shows, which serves as its alt text. Each figure shows one thing, and its alt text states no
-measured time. The functions that draw a run take what `launch` returned; `run.wire` has the records
-of each rank's calls.
+it shows, which serves as its alt text and states no measured time. The functions that draw a run
+take what `launch` returned; `run.wire` has the records of each rank's calls.
 """
 
 import math
@@ -26,7 +25,8 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 
     pairs: for each rank, (before, after), for example what `launch` returned if the function
         returned that pair. Each is a tensor or list of any length, or None for nothing.
-    title: the heading of the picture and of its alt text, with each rank's first 16 numbers.
+    title: the heading of the picture. The alt text begins with it, and then lists each rank's first
+        16 numbers before and after.
     """
     before, after = zip(*((flat(first), flat(then)) for first, then in pairs), strict=True)
     owners = find_owners(before, after)
@@ -229,9 +229,10 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 def hops(run) -> Picture:
     """Draw the messages of a run as arrows between ranks, a row for each hop.
 
-    A hop is a set of messages that can travel at the same time: each is one hop later than the last
-    message that its sender or receiver had to finish before it. Only messages with a recorded send
-    and receive are drawn, so none inside torch's own collectives. The alt text lists them.
+    Messages that can travel at the same time share a hop. If the sender or the receiver of a
+    message had finished others when it began with this one, the message is one hop later than the
+    last of those; otherwise it is in hop 1. Only messages with a recorded send and receive are
+    drawn, so none inside torch's own collectives. The alt text lists them.
 
     run: what `launch` returned.
     """
@@ -263,14 +264,15 @@ def hops(run) -> Picture:
 def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
     """Draw when each rank computed, when it waited, and when its calls were on the wire.
 
-    A rank has two lanes: its program above, its communication below (on a GPU, a lane a stream).
-    Where a lower lane is busy while the upper one computes, the two overlap. A run without calls
-    that are drawn is left out; if that is true of all runs, the picture says so in words.
+    A rank has two lanes: its program above, its communication below (on a GPU, a lane for each
+    stream). Where a lower lane is busy while the upper one computes, the two overlap. A run without
+    calls that are drawn is left out; if that is true of all runs, the picture says so in words.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}, drawn as stacked panels with a
         shared time axis.
-    after: the name of an operation, such as "broadcast": a rank is drawn from the end of its last
-        call of it, with later calls. None, or a rank without such a call: from its first call on.
+    after: the name of an operation, such as "broadcast". Of each rank, only what follows the end of
+        its last broadcast is drawn, for example to leave out a warm-up. If it is None, or the rank
+        made no such call, the rank is drawn from its first call on.
     backward: whether the launched function returned, on each rank, the time by
         `time.perf_counter()` at which its last backward began; the upper lane is then darker from
         that time on.
@@ -345,7 +347,8 @@ class Part:
             last = max((at for at, record in enumerate(records) if record.op == after), default=-1)
             self.wire.append(records[last + 1 :])
             first = records[0].issued if records else math.inf
-            self.begun.append(records[last].done if last >= 0 else first)
+            ended = records[last].done or records[last].issued if last >= 0 else first
+            self.begun.append(ended)
         self.start = min(self.begun)
         self.end = max((last_known(records) for records in self.wire if records), default=0.0)
         link = getattr(run, "link", None)

@@ -4,8 +4,8 @@ The animation is called a film, and is a list of frames, which `player` and `cir
 is a message sent or received, a collective call, or what went wrong. The owner of a number is the
 rank that it came from. Owners follow from the records of the ranks' calls: until anything arrives a
 rank's numbers are its own, and a message brings its owners along to the elements where it arrives.
-A number that changes in place later is compared with sums of ranks' numbers: it belongs to all
-ranks in a sum that it equals; otherwise its owner is unknown.
+If a number changes in place after that, the rank may have added numbers that had arrived: if these
+and its old value add up to the new one, all their owners own it; otherwise its owner is unknown.
 """
 
 import copy
@@ -52,15 +52,15 @@ class Frame:
     """One picture of an animation: an event of the run, and every rank's elements just after it.
 
     The owner of an element is the rank that contributed it: an int, a frozenset of ranks if it
-    combines several, or None if unknown. A hop is all messages that travel side by side.
+    combines several, or None if unknown. A hop is a set of messages that can travel together.
 
     event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
         that the run's records give it or, for a collective's result without one, the call's name.
     flying: (sender, receiver) of each message in flight other than one that the event sends.
     status: {rank: what is wrong with it, in words}, as known at that point.
-    wrong: the events up to this one of the kinds "differ", "stuck", "lost" and "failed", which
-        `replay.Event` explains.
+    wrong: the events up to this one in which something went wrong: those of kind "differ", "stuck",
+        "lost" or "failed".
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves, at
         its sender if it is sent, at its receiver if it is received; {} if no buffer was kept.
     owners: the owner of each element of the event's message; [] if its values weren't kept.
@@ -85,14 +85,14 @@ class Holdings:
 
     The owner of a number is the rank that it came from; a frozenset if it combines several.
 
-    rank: the rank. records: the records of all its calls, in order. At first only the contents of
-        what it sends before anything else are known; the caller then passes record after record to
-        `look` (a send), `take` (a receive) or `share` (a collective).
+    rank: the rank. records: the records of all its calls, in order. Only the buffers of its first
+        calls, as long as these are sends, are filled in at once. Then the caller passes each record
+        to `look` (a send, or what went wrong), `take` (a receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
         unknown owner. A buffer has the key that it has in `Frame.memory`.
     heard: whether it has got a message or a collective's result; before, its numbers are its own.
     arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
-        of the rank was last seen to change; the next change may be the addition of such a message.
+        of the rank was last seen to change; the rank may add these numbers to others of its own.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -103,15 +103,15 @@ class Holdings:
             self.look(record, record.issued)  # its contents before anything arrives
 
     def look(self, record: Record, moment: float) -> None:
-        """Update a buffer from a record that shows its contents, except where a message may arrive.
+        """Update a buffer to the contents that a record shows, except where a message may arrive.
 
         record: the record of one of this rank's calls. Its `memory` is (buffer, offset of the
             call's tensor, all numbers in the buffer); if `memory` is None, nothing happens.
-        moment: the time, by this rank's clock, at which the contents were read. Elements that a
-            receive may have been writing by then are left as they are.
+        moment: the `time.perf_counter()` of this rank at which the contents were read. Elements
+            that a receive may have been writing by then are left as they are.
 
-        If a buffer is first seen in a receive, its values stay unknown here, since `take` fills in
-        those of the message.
+        If a buffer is first seen in a receive, this leaves all its values unknown (None), and
+        `take` then fills in those of the message.
         """
         if record.memory is None:
             return
@@ -132,11 +132,12 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        A number's owners are the ranks that contributed it. Only messages in `arrived` that came
-        into other buffers count; those as long as the changed part are laid beside it. If a number
-        is its old value plus all numbers beside it, or plus any one that has arrived, it belongs to
-        the owners of all of these. Otherwise it is this rank's own if the rank has received nothing
-        yet, and of unknown owner if it has. Once a number has changed, `arrived` is emptied.
+        The rank may have added messages that came into other buffers (those in `arrived`) to this
+        one. So the k-th changed number is compared with two kinds of sums: its old value plus the
+        k-th number of all messages that are as long as the changed part; its old value plus any one
+        number of a message. It belongs to all owners of the first sum that it equals. If there is
+        none, it is this rank's own if the rank has received nothing yet, and of unknown owner if it
+        has. Once a number has changed, `arrived` is emptied.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.
@@ -199,7 +200,8 @@ class Holdings:
         if not after:
             return
         self.heard = True
-        if record.op not in IN_PLACE or record.memory is None:
+        in_place = record.op in IN_PLACE and record.memory is not None
+        if not in_place or len(after) != len(place(record)):  # of several tensors at once
             self.buffers[record.op] = list(zip(after, owners, strict=True))
             return
         which, _, contents = record.memory
@@ -280,8 +282,8 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
     frames: what `film` returned, at least one, for events that are sends and receives only, where
         every message was received.
-    run: what `launch` returned, since the last frame shows what the ranks' functions returned; or
-        the LaunchError of a failed launch, whose ranks returned nothing.
+    run: what `launch` returned; the last frame also shows numbers that the ranks' functions
+        returned. Or the LaunchError of a failed launch, whose ranks returned nothing.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -310,10 +312,10 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
 
-    A buffer is a number or a call's name, as in `Frame.memory`. If a rank's function returned as
-    many numbers as the buffer that the rank used first has, they replace those in the buffer: no
-    message shows, for example, the last sum of a reduce-scatter. `last.holdings` is changed in
-    place.
+    A rank may still compute after its last message, which no record shows: the last sum of a
+    reduce-scatter, for example. So if its function returned as many numbers as there are in the
+    buffer that it used first, they replace these, in place in `last.holdings`, and get owners from
+    `Holdings.change`. The keys of buffers are those of `Frame.memory`.
 
     last: the last frame that `film` returned.
     run: the `Run` that it shows, or the LaunchError of a failed launch, which returned nothing.

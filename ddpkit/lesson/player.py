@@ -1,12 +1,13 @@
 """The player: watch the messages between the ranks of a run, even of one that failed.
 
 `player(run)` returns an animation, with a slider, of a real run made with
-`launch(..., keep_values=True)`, or of the LaunchError of one that failed. `replay` turns the
-records of the ranks' calls into a list of events, `film` finds every rank's numbers after each
-event (a frame), and this module, or `circle`, draws the frames, one for each step of the slider. A
-step may also show a whole hop, all messages that travel at the same time. Numbers lie in buffers:
-storages of tensors that a rank passes to its calls, and results of collective calls. A `Stage` is
-the layout that frames drawn here share. `world_explorer` is a slider over the number of ranks.
+`launch(..., keep_values=True)`, or of the LaunchError of one that failed. The module `replay` turns
+the records of the ranks' calls into a list of events, such as a send or a collective. `film` makes
+a frame of each event: every rank's numbers just after it. This module, or `circle` for a ring of
+ranks, draws the frames, one for each step of the slider. With `by_hop`, a step shows a hop: all
+messages that can travel at the same time. Numbers lie in buffers: storages of tensors that a rank
+passes to its calls, and results of collective calls. A `Stage` is the layout that frames drawn here
+share. `world_explorer` is a slider over the number of ranks.
 """
 
 import linecache
@@ -21,6 +22,7 @@ from .replay import Event, replay
 from .widgets import StepThrough
 
 MOST_FRAMES = 120
+MOST_MESSAGES = 2000  # sends and receives of which hops are made
 WIDTH = 1040
 
 
@@ -28,7 +30,7 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
     """Return a widget that replays the messages and collective calls of `run` step by step.
 
     It begins at the first step that goes wrong, if there is one. It shows at most MOST_FRAMES (120)
-    steps, which are those that go wrong and the first of the others.
+    steps: those that go wrong and the first of the others.
 
     run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
         such a launch raised.
@@ -40,14 +42,18 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
     """
     _check_kept(run)
     events = replay(run)
-    wrong = [event for event in events if event.status][:MOST_FRAMES]
-    right = [event for event in events if not event.status][: MOST_FRAMES - len(wrong)]
+    by_hop = by_hop and all(event.is_message for event in events)
+    most = MOST_MESSAGES if by_hop else MOST_FRAMES
+    wrong = [event for event in events if event.status][:most]
+    right = [event for event in events if not event.status][: most - len(wrong)]
     frames, skipped = film(right + wrong, run.wire), len(events) - len(right) - len(wrong)
     if not frames:
         text = "The ranks sent nothing."
         return StepThrough(lambda _: (text, figures.in_words(text)), "step", range(1, 2))
-    if by_hop and all(frame.event.is_message for frame in frames):
-        frames = hop_by_hop(frames, run)
+    if by_hop:
+        frames = hop_by_hop(frames, run)[: -1 if skipped else None]  # the end isn't shown
+        skipped += len(frames[MOST_FRAMES:])
+        del frames[MOST_FRAMES:]
     lines = [_numbered(frame.event, step) for step, frame in enumerate(frames, 1)]
     if skipped:
         more = count(skipped, "more step")
@@ -73,7 +79,7 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 def _check_kept(run):
     """Raise ValueError unless `run` is a Run or LaunchError whose records kept numbers.
 
-    One record with numbers is enough; if all are without bytes, as a barrier's, none is needed.
+    One record with numbers is enough; none is needed if no call moved bytes, as in barriers.
     """
     if not hasattr(run, "wire"):
         got = f"player expected a Run or a LaunchError, got {type(run).__name__}"
@@ -98,8 +104,9 @@ def _numbered(event: Event, step: int) -> str:
 def _whence(event: Event) -> str:
     """Return the line of the user's code that an event comes from, or "".
 
-    It reads "line 3 of train: dist.send(x, 1)", where `train` is the user's function: for a receive
-    the receiver's, for a collective call one rank's. Return "" if there is none, as within ddpkit.
+    For example "line 3 of train: dist.send(x, 1)", where `train` is the user's function. It is the
+    receiver's line for a receive, and that of one rank for a collective call or a hop. Return "" if
+    no call or no source is known, as for a call that ddpkit itself makes.
     """
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
@@ -135,17 +142,18 @@ class Stage:
     There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
     of 700 (`page.TALLEST`) pixels are left out, or shortened.
 
-    frames: all frames of the animation. world_size: the number of ranks. The rest is made of them:
+    frames: all frames of the animation. world_size: the number of ranks. Computed from these:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
     changes: for each frame of a collective call a `figures.Change`, which draws all ranks' numbers
         before and after it; None for other frames, and if the numbers weren't kept.
-    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, where x counts from
-        106 (LEFT) and y from the top of the rank's row, below its padding of 10 (PAD). A buffer's
-        key is a number or a call's name, as in `Frame.memory`.
-    tall, pitch: the height of a row, and the distance from one row to the next. title, said: the
-        height of the title, and of the words below a row that say what is wrong with its rank.
-    height: that of a whole picture. All lengths are in pixels; x counts from a picture's left edge
-        and y from its upper edge downwards, except in `spots`.
+    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}. Here x counts from
+        106 (LEFT) pixels right of the picture's left edge, and y from 10 (PAD) below the top of the
+        rank's row. The buffer is a key of `Frame.memory`: its index, or a call's name.
+    tall, pitch: the height of a row, and the distance from the top of one row to that of the next.
+    title: the height of the title. said: the height of the words below a row that say what is wrong
+        with its rank; 0 if nothing goes wrong.
+    height: that of a whole picture. All lengths are in pixels; except in `spots`, x counts from a
+        picture's left edge and y from its upper edge downwards.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -228,7 +236,7 @@ def _change(event: Event) -> figures.Change | None:
 
 
 def _all_numbers(frames: list[Frame]):
-    """Yield all lists of numbers that the frames show, or None for those that weren't kept."""
+    """Yield every list of numbers that the frames show; None in place of one that wasn't kept."""
     for frame in frames:
         for buffers in frame.memory:
             for cells in buffers.values():
@@ -275,10 +283,10 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
-    """Draw the row of a rank: its label, its numbers, and below them its status in the frame.
+    """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
 
-    change: the drawing of a collective's numbers before and after, which then take the place of the
-        rank's buffers, if the rank took part; None if there is none, as `_change` says.
+    change: what `_change` returned for the frame's event: a drawing of a collective's numbers
+        before and after, or None. If the rank took part, it replaces the rank's buffers.
     """
     y, said = stage.top(rank), frame.status.get(rank, "")
     fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)
@@ -310,10 +318,10 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw the arrow of a message that is sent or awaited in vain, with a sign halfway.
+    """Draw the dashed arrow of a message that was never received, with a sign halfway.
 
-    The sign is ✗ for an event of the kind "lost", and a question mark for "stuck", where the sender
-    or the receiver waits, and "differ", where they disagree about the size or the dtype.
+    The sign depends on the kind of the event. It is "✗" for "lost", and "?" for "stuck" (the sender
+    or the receiver waits) and "differ" (they disagree about the size or the dtype).
 
     event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """
@@ -329,12 +337,12 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     """Draw a message's numbers in a box in the row of its sender or, for a receive, its receiver.
 
     Numbers beyond 420 pixels are left out. If they weren't kept, their count and dtype are drawn.
-    In the browser the box of a receive travels there from the sender's row, and that of a send
-    stays where it is. With `by_hop`, where every message is a send, the box is at the sender in the
-    PNG, and in the browser it travels to the receiver's row.
+    In the browser the box of a receive travels from the sender's row to the receiver's, and that of
+    a send stays where it is. In a step that shows a whole hop, every message is a send: its box is
+    at the sender in the PNG, and in the browser it travels to the receiver's row.
 
-    frame: the frame whose event is this message, even if the step shows a whole hop.
-    by_hop: whether a step shows all messages of a hop.
+    frame: the frame of this message alone; in a hop, one of the list `sent` of the hop's frame.
+    by_hop: whether the step shows a whole hop, i.e. all messages that can travel at the same time.
     """
     event, fill = frame.event, colour(frame.event.rank)
     at = event.peer if event.kind == "receive" else event.rank

@@ -1,7 +1,8 @@
 """Put the events of a run in order: causes before effects, and what never happened at the end.
 
-A record is one rank's call, with its times and, if kept, its numbers. The times decide only the
-order of events within a rank: where that is the same in two runs, so is the whole order.
+A record is one rank's call, with its times and, if kept, the elements of its tensors, which are
+called its numbers. Times of different ranks are never compared: they only order the events of one
+rank. So two runs in which each rank's events have the same order are replayed in the same order.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from ..runtime.board import MESSAGES, Record
+from ..runtime.board import MESSAGES, Record, unfitting
 from ..runtime.errors import HangError, LaunchError
 from ..tools.units import count, name_ranks, numbers
 
@@ -52,10 +53,11 @@ class Event:
 def key(record: Record) -> tuple:
     """Return a tuple that identifies the message or collective call that a record belongs to.
 
-    The records of all its ranks give the same tuple. For a message it is (channel, index on the
-    channel), where the channel is a group, one direction between two ranks, and a tag. For a
-    collective it is (channel, index, ranks); there the channel is the name of a group, such as
-    "0#1", or "new 0#1" for its making. The ranks are needed as two groups may have the same name.
+    The records of all its ranks give the same tuple: (channel, index) for a message, and (channel,
+    index, ranks) for a collective. The index is the number of earlier calls on the channel. A
+    channel has a name: "0#1" for the collectives of a group, "new 0#1" for the `new_group` that
+    makes it, "0#1 2>3:7" for its messages from rank 2 to rank 3 with tag 7. The ranks, which are
+    the group's members, are needed since two groups may have the same name.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -83,12 +85,14 @@ def replay(run) -> list[Event]:
 
 
 def _program(records: list[Record]) -> list[tuple[int, Record]]:
-    """Return what one rank did, in order, as [(SEND, RECEIVE, ENTER or LEAVE, record)].
+    """Return the steps of one rank in order, as a list of (step, record of the call).
 
-    A message is received at the moment of its arrival. A rank enters a collective when it makes the
-    call, and leaves when it calls wait() or, if it never does, when the collective is complete.
+    A step is SEND, RECEIVE, ENTER or LEAVE. A message is sent when the call is made, and received
+    when it has arrived. A rank enters a collective when it makes the call, and leaves when it calls
+    wait() or, if it never does, when the collective is complete.
 
-    records: of its calls. A call that never ended has no RECEIVE, and LEAVE only if waited for.
+    records: those of the rank's calls. A receive that never ended gives no step. A collective that
+        never ended gives ENTER, and LEAVE only if the rank called wait().
     """
     steps = []
     for index, record in enumerate(records):
@@ -148,22 +152,20 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 def _complete(records: dict[int, Record]) -> bool:
     """Return whether a collective took place: all ranks of the group made the same call.
 
-    A `new_group` must have ended on every rank as well, and PyTorch refuses an all_to_all without
-    one size for each rank. records: {rank: its record of the call}.
+    A `new_group` must have ended on every rank as well, and the sizes of an all_to_all must fit.
+    records: {rank: its record of the call}.
     """
     first = next(iter(records.values()))
     if first.op == "new_group" and any(record.done is None for record in records.values()):
         return False
-    return len(records) == len(first.ranks) and _alike(records) and not _refused(first)
-
-
-def _refused(record: Record) -> bool:
-    """Return whether it is an all_to_all with another number of sizes than its group has ranks."""
-    return any(len(sizes) != len(record.ranks) for sizes in record.splits or ())
+    return len(records) == len(first.ranks) and _alike(records) and not _wrong_sizes(records)
 
 
 def _alike(records: dict[int, Record]) -> bool:
-    """Return whether calls, {rank: record}, agree in operation, size, dtype, reduction and root."""
+    """Return whether calls, {rank: record}, agree in operation, dtype, reduction, root and size.
+
+    The size doesn't count where ranks may bring different ones, as in an all_to_all.
+    """
     return len({record.fingerprint for record in records.values()}) == 1
 
 
@@ -180,9 +182,9 @@ def _message(record: Record, values: list | None) -> str:
 def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Event:
     """Return the event of a message that `rank` received.
 
-    record: the record of the receive. sent: (sender, record of the send), whose record the event
-        then has as well; None if the send's record is missing, as beyond the last 256 of a failed
-        run.
+    record: the record of the receive.
+    sent: (sender, record of the send), which the event's `records` then have as well; None if that
+        is missing: of a failed run, only the last 256 calls of each rank are kept.
     """
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}
@@ -259,9 +261,10 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
     """Return an event for a rank's error, for each failed call, and for messages never asked for.
 
-    Failed are collectives that didn't take place and receives that never ended, unless the message
-    was on its way when the launch failed. If it did, a message never asked for counts only if
-    its send wasn't complete, or was its rank's last call. run: a Run or a LaunchError.
+    Failed calls are collectives that didn't take place and receives that never ended. When a launch
+    fails, calls may just be under way. So a receive is then left out if a message that fits it was
+    on its way. A message that no rank asked for is left out if its send was complete, unless that
+    was its rank's last call and the error doesn't blame this rank. run: a Run or a LaunchError.
     ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
     calls: {`key` of a collective call: {rank: its record}}.
     """
@@ -274,6 +277,8 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
     for records in calls.values():
         if not _alike(records):
             found.append(_different_calls(records))
+        elif wrong := _wrong_sizes(records):
+            found.append(wrong)
         elif not _complete(records):
             found.append(_incomplete_call(records, ever))
     for rank, records in enumerate(run.wire):
@@ -305,21 +310,41 @@ def _different_calls(records: dict[int, Record]) -> Event:
     return Event("differ", f"the ranks disagree: {', '.join(said)}", records, status=status)
 
 
+def _wrong_sizes(records: dict[int, Record]) -> Event | None:
+    """Return the event of an all_to_all that fails for its sizes; None if they fit, or without any.
+
+    The sizes are the numbers of elements to send to each rank, and those to receive from each.
+    PyTorch refuses a call without one for each rank of the group.
+    records: {rank: its record of the call}.
+    """
+    refused, said, status = {}, [], {}
+    for rank, record in sorted(records.items()):
+        lengths = {len(sizes) for sizes in record.splits or ()}
+        if lengths - {len(record.ranks)}:
+            to, by = map(len, record.splits)
+            sizes = f"{count(to, 'size')} to send, {count(by, 'size')} to receive"
+            refused.setdefault(f"{sizes}, in a group of {len(record.ranks)}", []).append(rank)
+            status[rank] = "is refused"
+    for sizes, ranks in refused.items():
+        said.append(f"PyTorch refuses the all_to_all of {name_ranks(ranks)}: {sizes}")
+    for sender, receiver in unfitting(records):
+        ranks = records[sender].ranks
+        sent = records[sender].splits[0][ranks.index(receiver)]
+        expected = records[receiver].splits[1][ranks.index(sender)]
+        what = f"rank {sender} sends {sent} to rank {receiver}, which expects {expected}"
+        said.append(f"the ranks disagree: {what}" if not said else what)
+        status |= {sender: "sizes don't fit", receiver: "sizes don't fit"}
+    return Event("differ", "; ".join(said), records, status=status) if said else None
+
+
 def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     """Return the event of a collective call that some members of its group never made.
 
-    It may also be a call that PyTorch refused, since it gave sizes for another number of ranks, or
-    a `new_group` call that all members made and that didn't end on every rank.
+    It may also be a `new_group` call that all members made and that didn't end on every rank.
     records: {rank: its record}, of the ranks that made the call. ever: how the text goes on after
         "rank 0 waits": "for ever" if the ranks hung, "in vain" otherwise.
     """
     first, ranks = next(iter(records.values())), sorted(records)
-    if _refused(first):
-        to, by = map(len, first.splits)
-        sizes = f"{count(to, 'size')} to send, {count(by, 'size')} to receive"
-        text = f"PyTorch refuses the {first.op} of {name_ranks(ranks)}: {sizes}"
-        text += f", in a group of {len(first.ranks)}"
-        return Event("differ", text, records, status=dict.fromkeys(ranks, "is refused"))
     absent = [rank for rank in first.ranks if rank not in records]
     wait = "waits" if len(ranks) == 1 else "wait"
     never = "never calls it" if len(absent) == 1 else "never call it"
@@ -340,7 +365,7 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
     kind, status, text = "lost", {rank: waits}, f"rank {rank} {waits}: "
-    if sent is not None and sent.fingerprint != record.fingerprint:
+    if sent is not None and record.fingerprint not in ("", sent.fingerprint):
         ours, theirs = _shape(record), _shape(sent)
         kind, status = "differ", {peer: f"sends {theirs}", rank: f"expects {ours}"}
         sends = f"rank {peer} sends {theirs} to rank {rank}"

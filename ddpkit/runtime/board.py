@@ -5,23 +5,28 @@ page, its part of the memory. So the launcher can read what a rank did even if t
 blocked in C++, and other ranks can see whether they are about to make the same call.
 
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
-    make on a channel belong together. Its name is the group's, such as "0#1"; "new 0#1" for the
-    making of the group; "0#1 2>3:7" for messages with tag 7 in it from rank 2 of the world to 3.
-fingerprint: what must be the same in calls that belong together, such as the size; "": nothing.
+    make on a channel belong together. It has a name: "0#1" for the collectives of the group 0#1,
+    "new 0#1" for the making of this group, "0#1 2>3:7" for its messages with tag 7 from rank 2 to
+    rank 3 of the world.
+fingerprint: a text that must be the same in calls that belong together, for example
+    "all_reduce 8 float32 sum"; "" for a call that isn't compared.
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
-word: 8 bytes. A page begins with counts, state and marks, a word each. Then come two notes, which
-    are pickles (the user's line that the rank has reached; the groups that it has destroyed), and
-    256 (SLOTS) slots, one for each of its last calls.
+word: 8 bytes. A page begins with single words: counts, the rank's state, and marks (the calls in
+    which its threads wait). Then come two notes, which are pickles (the user's line that the rank
+    has reached; the groups that it has destroyed), and slots for its last 256 (SLOTS) calls.
 """
 
 import mmap
 import pickle
 import zlib
+from array import array
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
+
+from ..tools.units import equally_spaced
 
 # The states of a rank. IDLE: a live rank between two cells. DISAGREES: it has found that another
 # rank makes a different call.
@@ -47,14 +52,15 @@ _PAGE = _HEAD + SLOTS * _SLOT
 class Said:
     """The part of a record that is the same each time a line of code makes the same call.
 
-    It is cached, but for a new_group. What differs from one call to the next is in the `Record`.
+    These calls share one object, except those of new_group. What differs is in the `Record`.
 
     op, detail: the operation, such as "all_reduce", and its arguments in words.
     group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver).
-    channel, fingerprint: see above. A receive from any rank has all members as `ranks`, "" as its
-        fingerprint and, until a wait has got a message, a channel such as "0#1 7?" for tag 7.
-    bytes, shape, dtype: of what this rank hands in or, by recv or as a receiver of broadcast or
-        scatter, gets; of several tensors, all bytes and the first one's shape.
+    channel, fingerprint: see the module. A receive from any rank has all members as `ranks`, "" as
+        its fingerprint and, until wait() has got a message, a channel such as "0#1 7?" for tag 7.
+    bytes, shape, dtype: of the tensor that this rank passes in. A recv, or a receiver of broadcast
+        or scatter, has those of the tensor that it gets. If there are several tensors, these are
+        the bytes of all and the shape of the first.
     peer: the root, or a message's other end, as a rank of the world; None if there is none.
     file, line, function, via: the line that makes the call.
     splits: of an all_to_all, (elements sent to each member, elements expected from each).
@@ -62,7 +68,7 @@ class Said:
 
     op: str  # torch.distributed's name: all_reduce, send, ...
     group: str  # "world", or the ranks of a sub-group
-    ranks: tuple[int, ...]  # the group's members, as global ranks
+    ranks: tuple[int, ...]  # the group's members, or (sender, receiver), as global ranks
     channel: str  # its name
     fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
@@ -89,7 +95,7 @@ class Said:
 
     @cached_property
     def text(self) -> bytes:
-        """Return these fields pickled, as the slot of a call on the board holds them."""
+        """Return all fields pickled for a slot of the board, where long ones are shortened."""
         return _pickled(self)
 
 
@@ -97,20 +103,22 @@ class Said:
 class Record:
     """One call of one rank: what it is (`said`), its times, and what became of it.
 
-    Times are this machine's `time.perf_counter()`, in seconds; None means that it hasn't happened
-    yet. The attributes of `said` are attributes of the record as well: `record.op`.
+    Times are this machine's `time.perf_counter()`, in seconds; None: that hasn't happened yet. The
+    attributes of `said` are attributes of the record as well: `record.op`.
 
     seq: how many calls this rank made before on the same channel. issued: when the rank made it.
-        started: when an emulated link or a GPU's stream began with it, otherwise as `issued`. done:
-        when it was complete or, on the CPU, seen to be. waited: when the rank began to wait for it.
+        started: when an emulated link or a GPU began to carry it; without either, as `issued`.
+        done: when it was complete or, on the CPU, seen to be. waited: when the rank or, on a GPU,
+        its stream began to wait for it.
     limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it;
-        a blocking collective on the CPU has one. by_future: its future was taken. dropped: it is a
-        message on the CPU, and its handle was deleted before a wait().
-    batched, reached, stream: on a GPU: it is in one batch with the message before; its stream has
-        come to it (seen from 0.3 s after `issued` on); the stream's name. number: its index, or -1.
-    values, result: with `launch(..., keep_values=True)`, flat lists of the numbers, at most 64,
-        that the rank handed in, and that arrived; otherwise None. memory: likewise, (number of the
-        storage of the call's tensor, the tensor's offset, all of the storage's elements).
+        a blocking collective on the CPU has one, a monitored_barrier none. by_future: its future
+        was taken. dropped: it is a message on the CPU, and its handle was deleted before a wait().
+    batched: on a GPU, it is in one batch with the message before. stream: the name of its GPU
+        stream, or "". reached: that stream has come to it; noted from 0.3 s after `issued` on.
+    number: the call's index among all calls of its rank; -1 in a record read from the board.
+    values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
+        those that arrived, as flat lists of at most 64; otherwise None. memory: likewise, (number
+        of the storage of the call's tensor, the tensor's offset, all of the storage's elements).
     """
 
     said: Said
@@ -119,7 +127,7 @@ class Record:
     # When an emulated link, or the GPU's stream, began to carry it; otherwise as `issued`.
     started: float | None = None
     done: float | None = None
-    waited: float | None = None  # when the rank began to wait for it, the last time
+    waited: float | None = None  # when the rank began to wait for it; on the CPU, the last time
     limit_s: float | None = None  # the timeout of its group or wait, after which a wait fails
     waits: int = 0  # the number of wait() calls on its handle; not on the board
     by_future: bool = False  # get_future() was called: a wait for that, in C++, leaves no mark
@@ -131,7 +139,7 @@ class Record:
     result: list | None = None  # the numbers that arrived
     # (number of the tensor's storage, in the order in which the rank's records first kept them; the
     # tensor's offset in it, in elements; all the elements of the storage: before the call or, if
-    # the call fills them, after it)
+    # the call fills them and wait() on the CPU noted its end, after it)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -154,10 +162,11 @@ class Record:
 
     @property
     def on_stream(self) -> bool:
-        """Return whether the call is on a GPU's stream and may still be waiting or running there.
+        """Return whether the call is on a GPU's stream and, as far as is known, hasn't ended there.
 
-        Its `started` and `done` are None until it has finished. On the CPU, and for a barrier on
-        NCCL, which counts as on the CPU, `started` is set at once.
+        Until then its `started` and `done` are None. On the CPU, and for a barrier on NCCL, which
+        counts as on the CPU, `started` is set at once. A record that `ddpkit.explain` makes from a
+        dump has no `started`, so there this says whether the call is open, on the CPU as well.
         """
         return self.done is None and self.started is None
 
@@ -189,10 +198,9 @@ def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
         for which a record has too few sizes: there PyTorch itself raises an error.
     """
     pairs = []
-    for sender, sent in by_rank.items():
-        for receiver, received in by_rank.items():
-            if sent.splits is None or received.splits is None:
-                continue
+    sized = {rank: record for rank, record in by_rank.items() if record.splits is not None}
+    for sender, sent in sized.items():
+        for receiver, received in sized.items():
             to, by = sent.ranks.index(receiver), sent.ranks.index(sender)
             too_few = to >= len(sent.splits[0]) or by >= len(received.splits[1])
             if not too_few and sent.splits[0][to] != received.splits[1][by]:
@@ -227,13 +235,13 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write a call into its slot on a page; or rewrite all of it, where `update` does less.
+        """Write all fields of a new call, or again of an earlier one, into its slot on a page.
 
-        The index of a new call is `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
-        Another process may read at any moment. It gets neither call while the slot passes from one
-        to the other. While a call is rewritten, it may get None, or old fields beside new. The
-        page's counts of calls and of events, which are writes, grow last: then `records`, which
-        caches what it read, reads again.
+        A new call has the index `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
+        Another process may read the slot meanwhile. While a new call replaces an old one, it gets
+        None. While a call is written again, it may get None, or old fields beside new. The page's
+        counts of calls and of events (all writes) grow last; they make `records` read again what it
+        has cached.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -302,7 +310,7 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
-        """Note how many threads of `rank` make calls: while one waits, another may go on."""
+        """Note how many threads of `rank` make calls: if fewer wait, the rank may still go on."""
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
@@ -341,12 +349,12 @@ class Board:
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return a count for each rank, which grows with each call or state that it writes.
+        """Return for each rank how often it has written to the board; its progress shows there.
 
-        A call is written when it is made, and again when something of it is noted, such as its end;
-        a state, by `set_state`. That a rank destroys a group is counted as well; that its program
-        begins to wait, or asks whether a call is complete, isn't. Between equal counts no call is
-        made, or noted as complete.
+        It counts a call when it is made, and again when its record changes, such as at its end. It
+        counts states (`set_state`) and destroyed groups, but not that the program begins to wait or
+        asks whether a call is complete. If a rank's count is the same at two moments, it has made
+        no call in between, and noted none as complete.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
@@ -385,7 +393,7 @@ class Board:
     def _note(self, rank: int, at: int) -> object:
         """Return the object pickled in the note at word `at` of a page; None if it can't be read.
 
-        It can't if nothing was written there nor, as a rule, if it is half-written at the moment.
+        A note can't be read before it is written, nor usually while it is being written.
         """
         start = (rank * _PAGE + at) * _WORD
         try:
@@ -404,8 +412,8 @@ class Board:
     def record(self, rank: int, index: int) -> Record | None:
         """Return the record of one call of `rank`, or None if it can't be read.
 
-        It can't if it wasn't made yet, was overwritten (the last 256, SLOTS, are kept) or is being
-        written. The fields `waits`, `number` and `stream` aren't on the board, and have defaults.
+        A call can't be read before it is made, while it is being written, or once 256 (SLOTS) more
+        have come. The fields `waits`, `number` and `stream` aren't on the board, and have defaults.
         """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
@@ -415,6 +423,8 @@ class Board:
         try:
             text = self._map[(at + _TEXT) * _WORD : (at + _SLOT) * _WORD]
             *said, values, result, memory = pickle.loads(text)
+            if not isinstance(said[_RANKS], tuple):
+                said[_RANKS] = _unpacked(said[_RANKS])
             said = Said(*said)
         except Exception:  # half-written, so it unpickles to anything; the next read gets it whole
             return None
@@ -460,9 +470,10 @@ class Board:
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
-        """Write the page of another machine's rank into this board; `page` made the copy there.
+        """Write the page of another machine's rank into this board, in place of the old one.
 
-        The counts come last, so that `records` reads again only once all else is there.
+        page: the bytes that the method `page` returned on that machine. The counts are written
+            last, so that `records` reads again only once the calls are there.
         """
         start = rank * _PAGE * _WORD
         head = _HEAD * _WORD
@@ -490,28 +501,43 @@ def hash32(text: str) -> int:
 _NOTHING = None, None, None
 _SAID = tuple(Said.__dataclass_fields__)
 _all_said = attrgetter(*_SAID)
-# Fields that are dropped, in this order, from a record that is too long for its slot.
-_SPARE = [
-    (*_SAID, "values", "result", "memory").index(name)
-    for name in ("memory", "result", "values", "via", "splits", "fingerprint", "detail", "file")
-]
+# Fields that are cut or dropped, in this order, from a record that is too long for its slot.
+_SPARED = "memory", "result", "values", "via", "splits", "fingerprint", "detail", "file", "group"
+_SPARE = [(*_SAID, "values", "result", "memory").index(name) for name in _SPARED]
+_RANKS = _SAID.index("ranks")
 
 
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
-    """Pickle the fields of a call so that they fit into a slot of the board.
+    """Pickle the fields of a call, shortened if they are too long for a slot of the board.
 
-    If they are too long, fields are shortened until they fit, in the order of _SPARE: first those
-    that a report of a hang needs least. A text is cut after 80 characters, other fields become
-    None.
+    First `ranks` are packed. Then fields are shortened until all fit, in the order of _SPARE: first
+    those that a report of a hang needs least. A text is cut after 80 characters, other fields
+    become None. What is still too long, as in a group of 900 irregular ranks, is cut at the end of
+    the slot, and `record` returns None for it.
     said: the fields that are the same each time. kept: (values, result, memory) of the record,
         which are pickled behind them.
     """
+    room = (_SLOT - _TEXT) * _WORD
     fields = [*_all_said(said), *kept]
     blob = pickle.dumps(fields, protocol=5)
+    if len(blob) > room:
+        fields[_RANKS] = _packed(said.ranks)
+        blob = pickle.dumps(fields, protocol=5)
     for spare in _SPARE:
-        if len(blob) <= (_SLOT - _TEXT) * _WORD:
-            return blob
+        if len(blob) <= room:
+            break
         value = fields[spare]
         fields[spare] = value[:80] if isinstance(value, str) else None
         blob = pickle.dumps(fields, protocol=5)
-    return blob
+    return blob[:room]
+
+
+def _packed(ranks: tuple[int, ...]) -> range | bytes:
+    """Return ranks in little room: as a range if they are equally spaced, or 2 bytes for each."""
+    return equally_spaced(ranks) or array("H", ranks).tobytes()
+
+
+@lru_cache(4096)  # a cluster's many calls share a few groups
+def _unpacked(ranks: range | bytes) -> tuple[int, ...]:
+    """Return the ranks that `_packed` packed."""
+    return tuple(array("H", ranks) if isinstance(ranks, bytes) else ranks)

@@ -97,10 +97,11 @@ def _dumps(value) -> bytes:
 
 
 def _used(fn) -> dict[str, object]:
-    """Return {name: value} of what `fn` uses: globals, closure variables, its `self`.
+    """Return {name: value} of what `fn` uses: globals and closure variables, by their names.
 
-    For a functools.partial, its arguments are included. What isn't a variable has a description in
-    words for a name. Variables are left out if one has no value yet, or `fn` is no function.
+    For a method, its object is added as "the object whose method it is"; for a functools.partial,
+    its arguments, as "argument 0 of partial" for example. All variables are left out if one of them
+    has no value yet, or if `fn` isn't a Python function.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
@@ -121,7 +122,10 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
     `fn` if each of them can be pickled.
     arguments: {the name of each, for the message: its value}. They are tried before the variables.
     """
-    used = {f"the variable {name!r} that the function uses": v for name, v in _used(fn).items()}
+    used = {}
+    for name, value in _used(fn).items():
+        is_variable = name.isidentifier()
+        used[f"the variable {name!r} that the function uses" if is_variable else name] = value
     for name, value in (arguments | used).items():
         try:
             _dumps(value)

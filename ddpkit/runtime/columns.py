@@ -8,7 +8,7 @@ texts: {rank: {number of a call, from 1: its text}}; the board forgets a rank's 
 
 from collections.abc import Iterator, Sequence
 
-from ..tools.units import COLUMNS, name_some
+from ..tools.units import COLUMNS, name_group, name_some
 from .board import MESSAGES, Record
 from .look import Look
 
@@ -44,7 +44,7 @@ def last_calls(
         texts[rank] = {record.seq + 1: _without_group(record) for record in here}
         fingerprints[rank] = {r.seq + 1: r.fingerprint or guilty.fingerprint for r in here}
     lost = [r for r in members if not texts[r] and look.board.calls(r) > len(look.records[r])]
-    if lost:  # the board has forgotten all their calls here, so that earlier ones can't be compared
+    if lost:  # the board may have forgotten their calls here: earlier ones can't be compared
         for column in (*texts.values(), *fingerprints.values()):
             for number in [number for number in column if number <= guilty.seq]:
                 del column[number]
@@ -74,11 +74,12 @@ def _title(call: Record) -> str:
 
 
 def _without_group(record: Record) -> str:
-    """Return the text of a call without its group; that of a message may still have it.
+    """Return the text of a call without its group, if it has one.
 
-    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'.
+    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. A send
+    or receive keeps it, unless sender and receiver, in this order, are the whole group.
     """
-    group = f"group {list(record.ranks)}"
+    group = name_group(record.ranks)
     detail = record.detail.removesuffix(group).removesuffix(", ")
     return f"{record.op}({detail})"
 
@@ -86,23 +87,15 @@ def _without_group(record: Record) -> str:
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
     """Yield the lines that show the last calls of `ranks` in all groups.
 
-    If all their calls but new_group are collectives of groups to which all of `ranks` belong, every
-    rank has to make the same calls. Then this is a table with a mark where they first differ.
-    Otherwise calls may rightly differ between ranks: this is a table without a mark as long as no
-    rank has made more than 5 (`LAST_CALLS`), and beyond that a list of each rank's own calls.
+    If they are `_comparable`, this is a table with a mark where they first differ. Otherwise calls
+    of one number may rightly differ: this is a table without a mark as long as no rank has made
+    more than 5 (`LAST_CALLS`), and beyond that a list of each rank's own calls.
     ranks: those to show; the look holds the calls of all.
-    stuck: True if a rank that lacks a call will never make it, so that the mark may be there; False
-        if it may only be late.
+    stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
+        difference; False if the rank may only be late.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
-    everybody = set(ranks)
-    shared = (
-        record.op not in MESSAGES and everybody.issubset(record.ranks)
-        for rank in ranks
-        for record in look.records[rank]
-        if record.op != "new_group"
-    )
-    if all(shared):
+    if _comparable(look, ranks):
         yield from _table("calls", texts, _first_difference(texts, stuck), len(look.ranks))
     elif max(len(column) for column in texts.values()) <= LAST_CALLS:
         yield from _table("calls", texts, None, len(look.ranks))
@@ -111,10 +104,28 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
         yield from _own_calls(texts, len(look.ranks))
 
 
-def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
-    """Yield a line for all ranks with the same last calls: 'rank 2: 7 barrier(), 8 barrier()'.
+def _comparable(look: Look, ranks: Sequence[int]) -> bool:
+    """Return whether calls that have the same number on several of `ranks` should be the same.
 
-    Of each rank the last 5 (`LAST_CALLS`) are shown.
+    That is so if all their calls but new_group are collectives of groups to which all of `ranks`
+    belong, and no call was forgotten or the others are on the same channels on every rank.
+    """
+    channels = set()
+    forgotten = 0
+    for rank in ranks:
+        records = [record for record in look.records[rank] if record.op != "new_group"]
+        for record in records:
+            if record.op in MESSAGES or not set(ranks).issubset(record.ranks):
+                return False
+        channels.add(frozenset(record.channel for record in records))
+        forgotten += look.board.calls(rank) - len(look.records[rank])
+    return forgotten == 0 or len(channels) == 1
+
+
+def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
+    """Yield a line for each set of ranks with equal calls: 'rank 2: 7 barrier(), 8 barrier()'.
+
+    It shows the last 5 (`LAST_CALLS`) of each rank, after their numbers, or 'no call'.
     world_size: the number of all ranks, so that a line can begin 'all but rank 3'.
     """
     ranks_by_calls: dict[str, list[int]] = {}
@@ -156,8 +167,9 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
     what: the noun for the title, such as 'calls in the world'.
-    differs: the number of the call to mark with ≠, or None. Up to 5 rows (`LAST_CALLS`) are shown,
-        of the last calls or, with a mark and if there are 5, of those up to one call after it.
+    differs: the number of the call to mark with ≠, or None. Without a mark, the rows are the last 5
+        calls (`LAST_CALLS`). With one, they are the 5 up to the call after it or, if there are
+        fewer, the first 5 that can be compared.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
     A rank that lacks a call has '-' in its row. If the table is wider than 70 characters, each of
     its columns is written as a line instead.
@@ -192,10 +204,11 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
-    The numbers count the rank's calls in all groups. A new_group that is complete is left out, and
-    isn't counted either as long as it is among the calls on the board.
+    The numbers count the rank's calls on the channels that these are on, also those calls that the
+    board has forgotten. A complete new_group is left out, and isn't counted.
     """
-    records = look.records[rank]
-    forgotten = look.board.calls(rank) - len(records)
-    calls = (r.call for r in records if r.op != "new_group" or r.done is None)
-    return dict(enumerate(calls, start=forgotten + 1))
+    records = [r for r in look.records[rank] if r.op != "new_group" or r.done is None]
+    before = {record.channel: record.seq for record in reversed(records)}
+    forgotten = look.board.calls(rank) - len(look.records[rank])  # with new_groups
+    calls = (record.call for record in records)
+    return dict(enumerate(calls, start=min(forgotten, sum(before.values())) + 1))

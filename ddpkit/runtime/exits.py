@@ -42,10 +42,11 @@ def note_exits(folder: Path, rank: int) -> None:
 
 
 def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | None:
-    """Return (status, (file, line, function)) of a rank's call of `os._exit`, the status as given.
+    """Return (status, (file, line, function)) of a rank's call of `os._exit`, or None.
 
+    status: the number that it passed, of which Linux keeps only 8 bits: 256 becomes exit code 0.
     folder: the folder that was given to `note_exits` in that rank.
-    Return None if the rank didn't call it, or if the note can't be read.
+    None: the rank didn't call it, or the note can't be read.
     """
     try:
         code, file, line, function = (folder / f"exit.{rank}").read_text().split("\n")
@@ -107,10 +108,10 @@ def watch_exits(
 def answer_sigterm(answer: Callable[[], None]) -> None:
     """Have a thread call `answer` when SIGTERM arrives, even if the main thread is blocked in C++.
 
-    answer: has to end the process, because the main thread is held from the signal on.
-    A script's own handler for the signal is kept, whenever the script sets it, and then `answer`
-    isn't called. Forked children get the default handler back, so that SIGTERM still ends a
-    DataLoader's worker. Nothing happens on Windows, in another thread, or if SIGTERM is ignored.
+    answer: has to end the process, because the signal's handler blocks the main thread for ever.
+    A handler that the script set before, or sets later, is kept, and then `answer` isn't called.
+    Forked children get the default handler back, so that SIGTERM still ends a DataLoader's worker.
+    Nothing happens on Windows, if the caller isn't the main thread, or if SIGTERM is ignored.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:
@@ -119,7 +120,8 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Handle SIGTERM: hold the main thread for ever, while `wait_for_it` calls `answer`."""
+        """Handle SIGTERM by blocking the main thread for ever; a helper thread calls `answer`."""
+        os.write(written, bytes([signal.SIGTERM]))  # asyncio may have taken the wakeup's place
         threading.Event().wait()
 
     def hold():  # a child that is ended at once must not write into its parent's pipe

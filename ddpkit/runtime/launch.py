@@ -59,7 +59,7 @@ def launch(
     world_size: 1 to 64, by default 4; under torchrun, the number of ranks that torchrun started.
     backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU (a shared one from NCCL
         2.30 on), otherwise Gloo on CPU. Ranks on Gloo see no GPU.
-    link: an emulated wire between the ranks, slower than the real one (Gloo only).
+    link: a network to emulate between the ranks, slower than the real one (Gloo only).
     timeout: seconds from the ranks' start; then they are ended, and HangError says where they were.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
         Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
@@ -75,9 +75,10 @@ def launch(
     Returns a `Run`. Under torchrun no process is started: `fn` is called in the running world, and
     every rank gets a `Run` with all results, and with the seconds that `fn` took on this rank.
     There `backend`, `timeout`, `hang_after` and `live` do nothing, and what `fn` raises is raised.
-    RankError: a rank raised, exited, was killed or returned what can't be rebuilt here. HangError:
-    ranks can't go on, their calls disagree, or the timeout is over. Before ranks start, ValueError:
-    the arguments can't work; TypeError: `fn` can't take its own; OSError: a full disk. Notebook 00.
+    RankError: a rank raised, exited, was killed or returned a value that can't be unpickled here.
+    HangError: ranks can't go on, their calls disagree, or the timeout is over.
+    Before the ranks start: ValueError: an argument can't work, or can't be pickled. TypeError: `fn`
+    can't take the arguments that are meant for it. OSError: the disk is full. Notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -116,9 +117,10 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """Let Jupyter show an error of this context as its message and the line that called `launch`.
+    """Context manager that lets Jupyter show an error raised inside without a traceback.
 
-    This context manager changes only how a TypeError or ValueError is shown: it is still raised.
+    Jupyter then shows a TypeError's or ValueError's message, and the line of the user's code that
+    called `launch`. The error is still raised.
     """
     try:
         yield
@@ -189,7 +191,7 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
     """Return (what a rank returned, its records), from the file that the rank wrote.
 
     rank: its process, as the launch started it. watch: the `Watch` that waited for the ranks'
-        replies; it adds the output and records of all ranks to the error, and raises it.
+        replies; the RankError is raised by its `fail`, which adds the output and records of all.
     RankError: the file can't be unpickled in this process.
     """
     try:
@@ -216,7 +218,8 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     initialised first if the script hasn't done it. If it has, no call is recorded, unless the
     script was started by `python -m ddpkit.debug`, which records calls from the beginning. The
     `Run` has "" as each rank's output, since torchrun shows it, and this rank's seconds in `fn`.
-    The arguments are those of `launch`; where no call is recorded, no link is emulated.
+    The arguments are those of `launch`; where no call is recorded, or the world is on NCCL, no link
+    is emulated.
     ValueError: check_buffers is asked for in a world that was initialised without it.
     """
     if not dist.is_initialized():
@@ -227,19 +230,20 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
             "give it to the first launch, or --check-buffers to the command that starts the script"
         )
         raise ValueError(f"launch got check_buffers=True in a world that began without: {remedy}")
-    before = len(mine.records) if mine else 0
     if mine:
-        mine.link = link
+        before = mine.calls
+        mine.link = link or mine.own_link
         mine.keep_values = keep_values
     begun = time.perf_counter()
     value = fn(*args, **kwargs)
     seconds = time.perf_counter() - begun
     _wait_till_all_return(mine)
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (value, mine.records[before:] if mine else []))
+    dist.all_gather_object(everyone, (value, mine.since(before) if mine else []))
     values, wire = map(list, zip(*everyone, strict=True))
     line = f"{dist.get_backend()}: in the world that torchrun started"
-    return Run(values, [""] * len(everyone), wire, seconds, line, link)
+    emulated = mine.link if mine and not mine.streams else None
+    return Run(values, [""] * len(everyone), wire, seconds, line, emulated)
 
 
 def _wait_till_all_return(mine: Recorder | None):
@@ -247,7 +251,8 @@ def _wait_till_all_return(mine: Recorder | None):
 
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
     The ranks meet twice: after each has marked itself as returned on the board, the file that they
-    share, and after each has marked itself as running again.
+    share; and after each has marked itself as running again, since a rank that waits in the
+    exchange for one marked as returned would be reported as a hang.
     mine: this rank's `Recorder`, which writes to the board; None, and then nothing is marked, if
         the script initialised torch.distributed itself.
     """
@@ -284,20 +289,22 @@ def _initialise_under_torchrun(link, check_buffers):
 
     session = getattr(dist.init_process_group, "session", None)  # `ddpkit.debug` has made one
     if session is None:
-        session = Session(link)
+        session = Session(None)
         session.install()
         atexit.register(session.leave)
-    session.recorder.check_buffers |= check_buffers
+    mine = session.recorder
+    mine.check_buffers |= check_buffers
+    mine.link = link or mine.own_link
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = of_this_attempt(store)
     all_have_gpus = _each_has_a_gpu(store, world_size)
-    backend = "nccl" if all_have_gpus and link is None else "gloo"
+    backend = "nccl" if all_have_gpus and mine.link is None else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     sys.excepthook = lambda _, error, __: session.failed(error)  # in place of torch's
 
 
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
-    """Return whether each machine has NCCL and a GPU for each rank; all ranks get the same answer.
+    """Return, on all ranks alike, whether every machine has NCCL and a GPU for each of its ranks.
 
     store: torch.distributed's key-value store, through which the ranks exchange their answers. This
         waits until all have done so.

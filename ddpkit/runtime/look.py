@@ -4,8 +4,9 @@ The board is the file in which each rank writes its state and, just before it ma
 call, a send or a receive, a `Record` of it. A call is open until it is complete. A rank has come to
 a call if it has made it, though the call may still be open. The n-th calls that ranks make on one
 channel belong together. A channel is a group, or the messages with one tag from one member to
-another; it is called by the group's name, after which that of messages has a space and the ranks
-between which they go. Variables that are called `s` hold a `Situation`, the state of one rank.
+another. Its name is "0#1" for a group, and "0#1 2>3:7" for messages from rank 2 to 3 with tag 7 in
+it; until a receive from any rank has got a message, its channel is "0#1 7?". Variables that are
+called `s` hold a `Situation`, the state of one rank.
 """
 
 import itertools
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from .board import DISAGREES, IDLE, MESSAGES, RETURNED, STARTING, Board, Record, unfitting
+from .board import DISAGREES, IDLE, MESSAGES, RETURNED, SLOTS, STARTING, Board, Record, unfitting
 
 ENDED = {RETURNED: "returned", IDLE: "idle", STARTING: "starting"}  # states without calls
 INSIDE = "waiting", "polling"  # states of a rank that is inside a call
@@ -30,18 +31,19 @@ class Situation:
         if it is in none.
     missing: the ranks for which it waits there, as numbers in the world; () if there are none.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
-        entry, the line of a framework that this line called, as "file:line:function".
+        entry, the line of a framework that this line called, as "file:line:function", or "".
     lost: if it waits for a message, and the other rank deleted its own handle of that message
         without waiting for it: the other rank's record of the message.
     more: if several of its threads wait, this is the wait of one, and `more` has the others'.
-    has_free_thread: it waits, and another of its threads that make calls is in none.
+    has_free_thread: it waits, but not with all of its threads that make calls: one may go on.
     destroyed: {name of a group that it destroyed: the line that did, in the form of `place`}.
     state:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
       polling: less than 1 s ago it asked, by `is_completed()`, whether `call` is complete.
-      waiting: a thread is held up by `call`, or was stopped in it: another rank's call differs.
-        At a standstill, its GPU may wait instead.
+      waiting: one of its threads waits for `call` to end, or it was stopped in `call`, since the
+        call that another rank made there differs. In a look with `standstill`, it may also be its
+        GPU that waits, while the program goes on.
       its stream waiting: the GPU waits for `call`, while the program may go on.
       returned: its function or script has ended.
       idle: its cell of `%%ranks` has ended.
@@ -65,12 +67,12 @@ class Look:
     records: for each rank its last calls, at most 256, as a list of `Record`s, the oldest first.
 
     board: the open `Board` that is read.
-    events: the ranks' counts, `board.events()`, at the time when progress stopped; None: as they
-        are now. From these `is_still` tells whether a rank has moved since.
-    standstill: nothing has moved for a long time, so the board is read less cautiously. Then a rank
-        whose GPU waits counts as waiting, and the calls of a group on a GPU count as carried out
-        one by one: a rank hasn't come to a call while an earlier call is in the queue before it.
-        That is likely, and not sure: NCCL may complete a short message before its turn.
+    events: for each rank, how often it had written to the board (`board.events()`) when progress
+        stopped; None: up to now. `is_still` compares these counts with later ones.
+    standstill: True if no rank has written for a long time. Then a rank whose GPU waits counts as
+        waiting, though its program may go on. And a rank that has come to a call counts as missing
+        there while its GPU has an earlier open call of the group in its queue. This isn't certain:
+        NCCL may complete a short message before its turn.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -86,7 +88,8 @@ class Look:
     def is_still(self) -> bool:
         """Return whether no rank has written a call, a state or a destroyed group since `events`.
 
-        If one has, this look may mix past and present. Marks of waits and polls don't count.
+        If one has, the board may have changed while it was read, so that this look shows ranks at
+        different moments. That a rank begins to wait for a call, or polls it, isn't noticed here.
         """
         return self.board.events() == self._events
 
@@ -116,8 +119,8 @@ class Look:
     def _waits(self, rank: int) -> Iterator[Situation]:
         """Yield a `Situation` for each thread of `rank` that is waiting in a call not yet complete.
 
-        Its `call` is the one that holds the thread up. On a GPU this may be an earlier call, queued
-        before the one in which the thread waits, also where there is no standstill.
+        Its `call` is the one that holds the thread up. It is the one that the thread waits for or,
+        on a GPU, perhaps one that is queued before that: see `_in_front`.
         """
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
@@ -175,10 +178,11 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other ranks that belong to `call` and, by their last 256 calls, haven't come.
+        """Return the ranks that haven't come to `call`, of the group's members or a message's ends.
 
-        To a message belong its two ends. To a receive from any rank belong all members of the
-        group, and all have come once a message that it can take is on its way.
+        For a receive from any rank these are all other members, or () once a message that it can
+        take is on its way. Of each rank only the last 256 calls are known: if none of these is on
+        the channel of `call`, the rank is missing.
         call: a record of `rank`, which itself has come.
         """
         others = tuple(other for other in call.ranks if other != rank)
@@ -187,9 +191,10 @@ class Look:
         return tuple(r for r in others if self._reached[r].get(call.channel, -1) < call.seq)
 
     def _is_coming(self, call: Record, rank: int) -> bool:
-        """Return whether a message is on its way that `call` of `rank`, from any rank, can take.
+        """Return whether a message is on its way that `call`, a receive from any rank, can take.
 
-        It was sent to `rank` in the call's group with its tag, and no receive has taken it.
+        Such a message was sent to `rank`, which made `call`, in the call's group and with its tag,
+        and no other receive of `rank` takes it.
         """
         tag = call.channel.rpartition(" ")[2].removesuffix("?")
         for sender in call.ranks:
@@ -216,11 +221,11 @@ class Look:
     def _in_front(self, call: Record, rank: int) -> Record:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
-        Where ranks are on the CPU, it is `call`. A GPU carries out the calls of a group in the
-        order in which they were made, so `call` is held up by the first open one for which ranks
-        are missing, if there is one. At a standstill it is held up by the first one in the queue,
-        even if no rank is missing there; if that is a message of a batch_isend_irecv, by the first
-        of the batch for which a rank is missing.
+        Where ranks are on the CPU, it is `call`. A GPU carries out a group's calls in the order in
+        which they were made. So it is the first open one, up to `call`, for which ranks are missing
+        or, if there is none, `call`. At a standstill it is the first open one in any case. If that
+        begins a batch (of batch_isend_irecv), it is rather the first message of the batch for which
+        `_awaited` has ranks, if there is one.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -282,23 +287,26 @@ class Look:
 
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
             "polling"; by default, ranks that poll are free.
-        A rank is free, which means that it may still come to any call, if it starts, computes or,
-        by default, polls; if only its GPU's stream waits, while its program goes on; if one of its
-        threads is in no call; or if, for one of its threads, all ranks for which that waits are
-        free (for a receive from any rank, one of them). Ranks that wait and aren't free are
-        returned. So are those that wait for gone ranks, though another thread is free, and those
-        whose GPU waits for ranks that aren't free: both count as free for ranks that wait for them.
-        A rank never comes to the calls of a group that it has destroyed. A call to which all ranks
-        have come counts as one that will end.
+        A rank is free if it may still come to any call. It is if it starts, computes or (by
+        default) polls, if only its GPU's stream waits while its program goes on, or if one of its
+        threads is in no call. A rank that waits is free as well if one of its threads waits only
+        for free ranks of which none is `gone`. (In a receive from any rank, one free rank is enough
+        unless all are gone.) A call to which all ranks have come counts as one that will end.
+        Returned are the waiting ranks that aren't free. Two kinds are returned though others' waits
+        for them count them as free: a rank of which one thread waits for gone ranks, and a rank
+        whose GPU's stream waits for ranks that are gone or not free.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
         free = {s.rank for s in self.now if s.state in set(FREE).difference(states)}
         free |= {s.rank for s in waiting if s.has_free_thread}
-        for _ in waiting:  # each round frees at least one rank, or none will be freed any more
+        for _ in waiting:  # each round frees at least one rank, or none can be freed any more
+            before = len(free)
             for s in waiting:
                 if any(self._may_go_on(wait, free) for wait in (s, *s.more)):
                     free.add(s.rank)
+            if len(free) == before:
+                break
         stuck = [s.rank for s in waiting if s.rank not in free or self.gone(s)]
         return sorted(stuck + [s.rank for s in on_stream if not self._may_go_on(s, free)])
 
@@ -361,12 +369,12 @@ class Look:
     def mismatch(self) -> dict[int, Record] | None:
         """Return the call in which ranks differ, as {rank: its record} of all that made it.
 
-        If there are several, it is the one that a rank made first; None: there is none. Calls are
-        compared that have the same number on the same channel. They differ if their fingerprints
-        do, that is operation, dtype, root, reduction or, unless the operation lets ranks bring
-        different sizes, the number of elements (of messages: dtype and number), or if the sizes
-        that ranks of an all_to_all send and expect don't fit. Not compared: a receive from any
-        rank, and new_group.
+        If there are several, it is the one that a rank made first; None: there is none. Calls that
+        have the same number on the same channel should be the same. Collectives differ in
+        operation, dtype, root, reduction or number of elements; the last isn't compared where ranks
+        may bring different sizes. An all_to_all also differs if a rank sends more or fewer elements
+        to another than that one expects. Messages differ in dtype or number of elements. A receive
+        from any rank isn't compared, nor is a new_group.
         """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
@@ -399,15 +407,23 @@ class Look:
     def in_step(self) -> bool:
         """Return whether all ranks wait for the next notebook cell, and can run it.
 
-        They can if all have made as many calls on each channel that they share.
+        They can if, on each channel, all of its ranks have made the same number of calls: no rank
+        has left out a collective, and no message awaits its receive. Of each rank only the last 256
+        calls are known; a channel that has none of them counts as in step.
         """
         if any(s.state != "idle" for s in self.now):
             return False
-        return not any(self.missing(r, rank) for rank in self.ranks for r in self.records[rank])
+        forgetful = {rank for rank in self.ranks if self.board.calls(rank) > SLOTS}
+        for rank in self.ranks:
+            for record in self.records[rank]:
+                for other in self.missing(record, rank):
+                    if record.channel in self._reached[other] or other not in forgetful:
+                        return False
+        return True
 
 
 def group_of(call: Record) -> str:
-    """Return the first word of the channel's name: that of a call's group; "new" for new_group."""
+    """Return the name of a call's group, such as "0#1"; for a new_group, "new"."""
     return call.channel.partition(" ")[0]
 
 
@@ -426,5 +442,5 @@ def _channel_and_seq(record: Record) -> tuple[str, int]:
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
-    """Return the `time.perf_counter()` at which a rank first made this call, {rank: record}."""
+    """Return the earliest time at which a rank made a call, in seconds. by_rank: {rank: record}."""
     return min(record.issued for record in by_rank.values())

@@ -55,7 +55,7 @@ def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
     """Return (total, free) bytes of this machine's memory, or of its container's if that has less.
 
-    Free is what processes may still get, or less in a container: there, cached files count as used.
+    Free is what processes may still get: memory that holds cached files counts as free.
     Return (0, 0) if this is unknown.
     proc: the folder of the proc file system.
     cgroup: the folder of the container's control group (version 2).
@@ -66,8 +66,17 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
         total, free = (int(kilobytes[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
     with contextlib.suppress(OSError, ValueError):
         limit, used = (int((cgroup / f"memory.{what}").read_text()) for what in ("max", "current"))
-        total, free = min(total, limit), min(free, limit - used)
+        free = min(free, limit - used + _cached_bytes(cgroup))
+        total = min(total, limit)
     return total, free
+
+
+def _cached_bytes(cgroup: Path) -> int:
+    """Return the bytes of files that a container has in memory, which the kernel can take back."""
+    with contextlib.suppress(OSError):
+        found = re.findall(r"^(?:in)?active_file (\d+)", (cgroup / "memory.stat").read_text(), re.M)
+        return sum(map(int, found))
+    return 0
 
 
 class FreeMemory:
@@ -91,10 +100,11 @@ class FreeMemory:
             self._lowest.append((free, total))
 
     def shortage(self) -> str:
-        """Return a sentence which says that memory ran out; "" if nothing shows that.
+        """Return a sentence which says that a killed process died for lack of memory, or "".
 
-        It did if the kernel has killed a process of this container for memory since this object was
-        made. It most likely did if less than 10 % of all memory was free in one of the samples.
+        That is certain if the kernel has killed a process of this container for memory since this
+        object was made, and likely if in one of the samples less than 10 % of all memory was free.
+        The sentence calls the killed process "it".
         """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:

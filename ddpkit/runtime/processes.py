@@ -133,11 +133,12 @@ class Rank:
         before = path.stat().st_size
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)
+        text = ""
         for _ in range(100):
             time.sleep(0.005)
-            text = path.read_text(errors="replace")[before:]
-            if text.endswith("\n") and "most recent call first" in text:
-                break
+            earlier, text = text, path.read_text(errors="replace")[before:]
+            if text.endswith("\n") and "most recent call first" in text and text == earlier:
+                break  # else the rank may still be writing
         stacks = []
         for thread in re.split(r"(?:Current thread|Thread) 0x\w+.*\n", text)[1:]:
             frames = re.findall(r'File "(.*?)", line (\d+) in (.*)', thread)
@@ -249,10 +250,11 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     """Context manager: try to lock a folder, without blocking; yield whether that succeeded.
 
-    It yields False if a lock that excludes this one is held, even by this process, and where the
-    system or the file system has no such locks. The lock ends with the block or the process, unless
-    a child forked inside lives on. OSError: the folder can't be opened.
-    shared: take a lock that excludes only unshared ones, as the ranks of a run under torchrun do.
+    It yields False if another lock is in the way, even one of this process, and where the system or
+    the file system has no such locks. The lock ends with the block or the process, but a child that
+    was forked inside the block keeps it alive. OSError: the folder can't be opened.
+    shared: True: any number of processes can have the lock at once if all take it as shared, as do
+        the ranks of a run under torchrun with their common folder. False: only one can have it.
     """
     if os.name != "posix":
         yield False
@@ -262,7 +264,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     descriptor, works = os.open(folder, os.O_RDONLY), True
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the file system has no locks
+    except OSError:  # it is locked already, or the file system has no locks
         works = False
     try:
         yield works
@@ -284,8 +286,9 @@ def _cell_texts() -> dict[str, tuple]:
 def interrupts_deferred():
     """Context manager: hold back a Ctrl-C that comes inside until the end of the block.
 
-    It keeps a rank from being lost in the middle of its start or end. Without a Python handler, the
-    Ctrl-C is dropped. In a thread other than the main one, which gets no signals, nothing is done.
+    Without this, a rank whose start or end is interrupted midway might live on. The end of the
+    block calls Python's handler of SIGINT, which raises KeyboardInterrupt by default; if there is
+    none, the Ctrl-C is dropped. In a thread other than the main one, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
@@ -407,10 +410,10 @@ def preload(modules: Iterable[str]):
 def _our_way():
     """Context manager: let multiprocessing start ranks from our server, without the user's script.
 
-    The server, used where `start_method` is "forkserver", is started first unless it is running.
-    Without this, multiprocessing would run that script once more in each new process. Other threads
-    may start processes at the same time: theirs run the script as usual, but one that they start by
-    "forkserver" also comes from our server.
+    By default it would run the user's main script once more in each new process. Our fork server is
+    used where `start_method` is "forkserver", and is started first unless it is running. Processes
+    that other threads start meanwhile run the script as usual, but those that they start by
+    "forkserver" also come from our server.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()

@@ -69,7 +69,7 @@ class Recorder:
     ):
         self.rank = rank
         self.board = board
-        self.link = link
+        self.link = self.own_link = link  # own: where a launch under torchrun has none
         self.keep_values = keep_values
         self.records: list[Record] = []
         self.joined = False  # whether the world's own group exists
@@ -78,7 +78,7 @@ class Recorder:
         self.link_out, self.link_in = 0.0, 0.0  # when the emulated link is free again, each way
         self._disagree = disagree
         self._timed_out = timed_out
-        self._calls = 0
+        self.calls = 0  # made so far
         self._seq: dict[str, Iterator[int]] = defaultdict(count)
         self._callers: dict[int, int] = {}  # {a live thread that has made calls: its mark's index}
         self._this_thread = threading.local()
@@ -102,7 +102,7 @@ class Recorder:
         of the call on its channel, and `number`, that among all calls of this rank. It is written
         into the list and onto the board. If another rank has made a different call with the same
         number on the channel, `disagree` is called.
-        record: a new one; its `said` says what is called, its `issued` when.
+        record: a new one, with `said` (the operation, arguments and line) and `issued` (the time).
         sent: the tensors that the call sends; used only with keep_values, like `buffer`.
         buffer: the tensor that the call reads or fills; its whole storage, if that is small, is
             kept, so that an animation can show the memory around it.
@@ -112,8 +112,8 @@ class Recorder:
             record.memory = self._memory(buffer)
         with self._lock:
             record.seq = next(self._seq[record.said.channel])
-            record.number = self._calls
-            self._calls += 1
+            record.number = self.calls
+            self.calls += 1
             self.records.append(record)
             if len(self.records) > MOST_RECORDS:
                 del self.records[: MOST_RECORDS // 2]
@@ -126,13 +126,18 @@ class Recorder:
             self.board.set_state(self.rank, DISAGREES)
             self._disagree({self.rank: record, **differing})
 
+    def since(self, calls: int) -> list[Record]:
+        """Return the records of the calls after the first `calls` of this rank, if still kept."""
+        return [record for record in self.records if record.number >= calls]
+
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
         """Return {rank: its record} of a rank whose call with the same number differs, or None.
 
-        The number is `record.seq`, the count of earlier calls on the channel. Calls differ by their
-        fingerprints (without one, None is returned), or if sizes of an all_to_all don't fit. Return
-        {} if one differs, but can't be read. Each rank writes its call before it reads the others',
-        so of two that disagree the later one notices, unless the other is 255 calls ahead.
+        The number is `record.seq`, the count of earlier calls on the channel. Calls differ if their
+        fingerprints do (texts such as "all_reduce 8 float32 sum"), or if sizes of an all_to_all
+        don't fit. Without a fingerprint return None; if the other's record can't be read, {}.
+        Each rank writes its call before it reads the others', so of two that disagree the later one
+        notices, unless the other has made 255 calls since, after which its call may be overwritten.
         """
         said = record.said
         seq = record.seq
@@ -261,9 +266,9 @@ class Recorder:
     def came(self) -> int:
         """Assign one of the board's waiting marks to this thread; return the index of the mark.
 
-        The mark says in which call the thread waits. A thread gets one when it makes its first
-        call. Index 0 is the main thread's. When the other 7 are taken, further threads share the
-        last one.
+        The mark says in which call the thread waits. `_caller` has it assigned at the thread's
+        first call, and returns the index from then on. Index 0 is the main thread's. When the other
+        7 are taken, further threads share the last one.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -340,11 +345,11 @@ class Recorder:
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Wait until complete calls whose futures were taken are recorded as complete.
+        """Give Gloo's threads 0.2 s (`SETTLE_S`) at most to record the ends of calls.
 
-        If only C++ code waits for a call, its end is recorded by one of Gloo's threads, perhaps
-        after the program has gone on. This waits at most 0.2 s (`SETTLE_S`) for that. On a GPU it
-        first waits for all calls and their times, without a limit.
+        Called before the records are passed on. If a call's future was taken and only C++ code
+        waits for it, as in DDP, one of Gloo's threads records its end, perhaps after the program
+        has gone on. On a GPU this first waits for all calls and their times, without a limit.
         """
         if self.streams:
             self.streams.settle()
@@ -380,7 +385,7 @@ class Recorder:
             which costs less.
         """
         with self._lock:
-            if self.board is not None and record.number >= self._calls - SLOTS:
+            if self.board is not None and record.number >= self.calls - SLOTS:
                 write = self.board.put if whole else self.board.update
                 write(self.rank, record.number, record)
 
@@ -403,6 +408,7 @@ class Recorder:
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (buffer, offset) of a tensor among the storages that records have kept, or None.
 
+        An exercise's check uses it to see whether a gradient lies in a buffer that was sent.
         buffer: the number of the tensor's storage, in the order in which records first kept them,
             as in `Record.memory`.
         offset: of the tensor's first element in the storage, in elements.

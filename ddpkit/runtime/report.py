@@ -50,12 +50,12 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
 
 
 def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
-    """Return (headline, advice) for an all_to_all whose splits disagree.
+    """Return (headline, advice) for an all_to_all whose splits (numbers of elements) disagree.
 
     by_rank: {rank: its record of the call}.
     pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
-        expects. In the headline, those of the rank that is in most of them come first: if one rank
-        is at fault, it is in all.
+        expects. The headline begins with the pairs of the rank that is in most of them. If that
+        rank is in all of several, the advice is to look at its splits first.
     """
     in_pairs = Counter(rank for pair in pairs for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
@@ -68,7 +68,8 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
         whose = f"rank {sender} sends {sent}{elements} to rank {receiver}"
         said.append(f"{whose}, which expects {expected}")
     advice = "What a rank sends to another must be as long as that one expects it."
-    if times == len(pairs) > 1:
+    others = [count for rank, count in in_pairs.items() if rank != odd]
+    if times == len(pairs) > max(others, default=0) and len(pairs) > 1:
         advice += f" Rank {odd} is in all of these pairs: look at its splits first."
     headline = f"mismatch: the splits of all_to_all disagree: {'; '.join(said)}."
     return headline, f"{advice} Have you exchanged the counts first?"
@@ -157,8 +158,8 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) for a wait that timed out after `seconds`.
 
-    Both describe the deadlock if the ranks are in one, or seem to be. Otherwise they are those of
-    `explain_standstill`, which name the late ranks if there are any.
+    They are those of `explain_deadlock` if ranks can never go on, or only if a loop that polls
+    `is_completed()` gives up. Otherwise they are those of `explain_standstill`.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
@@ -166,10 +167,10 @@ def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
 
 
 def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
-    """Return (headline, advice) if a wait timed out and ranks of other machines are silent.
+    """Return (headline, advice) if a wait timed out and ranks on other machines can't be reached.
 
-    silent: the ranks of other machines of which no news came in the seconds after the wait.
-    seconds: how long the wait lasted.
+    silent: those ranks, in ascending order. In the few seconds after the timeout their machines
+        sent no new state of them. seconds: how long the wait lasted.
     """
     said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
     said += "the wire between the machines is cut, or theirs is down."
@@ -181,16 +182,21 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
     The headline names the late ranks, which are in no call, and the ranks that wait for them in
-    one. The advice asks what holds up the first late one at its line. If none is late, they say
-    instead that every rank is inside a call, and ask which is one too many.
-    look: what each rank is doing now. seconds: how long nothing has moved.
+    one. The advice asks what holds up the first late one at its line. If no rank waits for a late
+    one, they say which ranks are inside a call, and ask which of these calls is superfluous.
+    look: the state of all ranks. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
     waiting = [s for s in look.now if s.state in INSIDE and s.missing]
     awaited = {rank for s in waiting for rank in s.missing}
     absent = sorted(rank for rank in awaited if look.now[rank].state not in INSIDE)
     if not absent:
-        return f"{said}, and every rank is inside a call.", "Which of these calls is one too many?"
+        inside = [s.rank for s in look.now if s.state in INSIDE]
+        if not inside:  # the wait that timed out was the last
+            return f"{said}, and no rank is inside a call.", "Did all ranks make the same calls?"
+        are = "is" if len(inside) in (1, len(look.now)) else "are"
+        said += f", and {name_ranks(inside, len(look.now))} {are} inside a call."
+        return said, "Which of these calls is one too many?"
     for_them = [s for s in waiting if not set(absent).isdisjoint(s.missing)]
     who = name_ranks([s.rank for s in for_them])
     wait = "waits" if len(for_them) == 1 else "wait"
@@ -217,8 +223,8 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 def _how_gone(s: Situation, look: Look) -> str:
     """Return why a rank will never make the call in which the rank of `s` waits for it.
 
-    The words follow "which has": 'returned', 'destroyed its group without that call (...)'. At
-    least one such rank must be gone; this is about the first.
+    The text goes on from "rank 1, which has": 'returned', 'ended the cell' or 'destroyed its group
+    without that call (...)'. It is about the first rank of `look.gone(s)`, which mustn't be empty.
     """
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
@@ -252,9 +258,9 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
     """Return the call that a rank in a cycle of waits seems to have left out, and the evidence.
 
     circle: the `Situation` of each rank in the cycle.
-    Return (the call in which another rank waits, the rank that left it out, the evidence). The
-    evidence is an earlier call of that rank: when it last made the same calls from the same lines
-    as just now, this one came next. Return None if there is no evidence.
+    Return (call, rank, evidence), or None if there is no evidence. In `call` another rank waits for
+    `rank`. Before its current call, `rank` repeated earlier calls from the same lines. After the
+    earlier ones it made the call `evidence`, on the channel of `call`; now it is on another one.
     """
     for s in circle:
         for rank in s.missing:
@@ -320,7 +326,8 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     """Return the advice for a deadlock, which depends on the operations in which ranks wait.
 
     stuck: the situations of the ranks in the cycle, or, if `gone`, of those that wait for ranks
-        that have ended or left the group. If a message of one is `lost`, the advice is about it.
+        that have ended or left the group. If one waits for a message whose handle the other rank
+        deleted without waiting (`Situation.lost`), the advice is about that message.
     """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
@@ -351,10 +358,11 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
 
 
 def crossed(look: Look) -> str | None:
-    """Return sentences on a number under which ranks made groups of different members, or None.
+    """Return sentences that say which ranks made different groups under the same number, or None.
 
-    Each rank counts the groups that it makes, and members of a group find each other's addresses
-    under its number: where ranks count differently, they may never connect.
+    Each rank numbers the groups in the order in which it makes them, and the members of a group
+    look up each other's addresses by its number. If a rank leaves out a group that it isn't in, it
+    numbers later ones differently, and they may never connect.
     """
     groups = look.crossed_groups()
     if not groups:
@@ -401,8 +409,8 @@ def report(
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
     look: the state of all ranks.
-    stuck: True if a rank that hasn't made a call in which others wait will never make it, which the
-        table then marks as a difference; False if it may only be late.
+    stuck: True if a rank that lacks a call of the others will never make it, so that the table
+        marks this call as a difference (≠); False if the rank may only be late.
     ranks: the ranks to show; None for all. Warnings of endless loops are about all in any case.
     """
     ranks = look.ranks if ranks is None else ranks

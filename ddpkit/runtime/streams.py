@@ -4,13 +4,16 @@ NCCL puts a call on a stream and returns at once. `wait()` only makes the curren
 the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
 else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
 never completes stays open on the board, the file that all ranks share, for the report of a hang.
-`wait` without a timeout doesn't mark the rank as waiting: its stream waits, the program goes on.
+`wait` without a timeout puts no mark on the board, which would say that the rank waits in the call:
+only its stream waits, and the program goes on.
 
 A record of a call on a GPU has these fields, the times on the host's clock:
-    stream   the stream of its group, or "current", where NCCL runs a call that isn't asynchronous
+    stream   a name: that of its group, such as "world", since NCCL has a stream for each group; or
+             "current", the stream on which NCCL runs a call that isn't asynchronous
     started  when its inputs were ready and the call before it on its stream was done; None until
              the call is complete
-    waited   when the current stream began to wait for it; from then on, the call delays the stream
+    waited   when the current stream (in a wait with a timeout, the program) began to wait for it;
+             from then on it stands still until the call is done
 
 A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
 captured, because events can't be queried there. Replays of a graph aren't recorded.
@@ -52,14 +55,14 @@ class Cuda:
         return event
 
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
-        """Return a new event that is complete once `work` is, recorded on a stream of our own.
+        """Return a new event that is complete once `work` is, recorded on an extra stream.
 
-        No other work waits for that stream, so the program isn't delayed. There is one for each
-        value of `record.stream`, from torch's pool of high-priority streams, so that the program
-        seldom shares it. The stream waits for the future of `work`, because `work.wait()` would
-        free tensors that NCCL may still read. A send, recv, gather or scatter (`WITHOUT_FUTURE`)
-        has a future that doesn't wait for all its tensors: for these, `work.block_current_stream()`
-        makes the stream wait instead.
+        The extra stream waits for `work`, and no other work waits for it, so the program isn't
+        delayed. Each value of `record.stream` has an extra stream of its own. It comes from torch's
+        pool of high-priority streams, from which programs seldom take theirs. It waits for the
+        future of `work`, because `work.wait()` would free tensors that NCCL may still read. A send,
+        recv, gather or scatter (`WITHOUT_FUTURE`) has a future that doesn't wait for all its
+        tensors: for these, `work.block_current_stream()` makes the stream wait instead.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -92,9 +95,10 @@ class Cuda:
     def use(self):
         """Prepare this thread for querying events, also while another thread captures a CUDA graph.
 
-        The rank's GPU becomes the thread's current one. Such a query would be an error and spoil
-        the graph, unless this thread has declared, by a function of CUDA's runtime library, that
-        only its own captures concern it. Without that library, it stays an error.
+        The rank's GPU becomes the thread's current one. By default, a query in one thread while
+        another captures is an error, and spoils the graph. So this thread sets its capture mode to
+        "thread local", by a function of CUDA's runtime library: then only captures of its own
+        forbid queries. If the library can't be found, the default stays.
         """
         # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)
@@ -107,9 +111,11 @@ class Cuda:
 class StreamWork(Work):
     """The handle of a call on a GPU, whose `wait` makes the current stream wait for the call.
 
-    Without a timeout, `wait` returns at once, unless the recorder has keep_values. With a timeout,
-    it blocks the program until the call is complete, as NCCL's own handle does.
-    inner: NCCL's own handle; None for a message of a batch until the batch is sent.
+    Without a timeout, `wait` returns at once, unless the recorder has `keep_values` (see `launch`):
+    then it blocks until the result's elements are in the record. With a timeout, it blocks the
+    program until the call is complete, as NCCL's own handle does.
+    inner: NCCL's own handle; None for a message of `dist.batch_isend_irecv` until the whole batch
+        is sent.
     record: the call's record.
     before: the CUDA event in front of the call; None if the call is captured in a CUDA graph.
     arriving: the tensors that the call fills.
@@ -203,7 +209,8 @@ class Streams:
 
         record: the record of the collective call, send or receive, which isn't in the recorder's
             list yet.
-        call: makes the call; returns NCCL's handle, None in a batch, whose end `batch` marks.
+        call: makes the call; returns NCCL's handle, or None for a message of a batch
+            (`dist.batch_isend_irecv`), behind which `batch` puts the second event later.
         sent, arriving: the tensors that it reads, and those that it fills; at least one in all.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
             that there is no handle, and None is returned.
@@ -227,10 +234,11 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Return call()'s result, with this thread marked on the board as waiting while it runs.
+        """Return call()'s result; while it runs, the board says that this thread waits in the call.
 
         The first call with a peer blocks until NCCL has connected to it, perhaps for ever. Thanks
-        to the mark, the report of a hang shows that.
+        to that mark, the report of a hang names the call.
+        record: the call's record, whose number is written into the mark.
         """
         self.recorder.stands_at(record)
         try:
@@ -238,17 +246,21 @@ class Streams:
         finally:
             self.recorder.waited()
 
-    def batch(self, works: Sequence[StreamWork], complete: Callable[[], Work]):
+    def batch(
+        self, works: Sequence[StreamWork], complete: Callable[[], Work], tensors: Sequence[Tensor]
+    ):
         """Let NCCL send a batch of messages by `complete()`, and put one event behind all of them.
 
         works: the handles of the messages, whose `inner` is None until now. All get NCCL's one
-            handle for the batch; the records of all but the first become `batched`.
+            handle for the batch. In the records of all but the first, `batched` becomes True: it
+            says that a message is in one batch with the message before it.
         complete: ends NCCL's coalescing, which sends the messages, and returns that one handle.
+        tensors: those of all messages, which NCCL reads and fills.
         """
         for work in works[1:]:
             work.record.batched = True
             self.recorder.write_again(work.record)
-        self.end(works, self.make(works[-1].record, complete))
+        self.end(works, self.make(works[-1].record, complete), tensors)
 
     def _captured(self, record: Record):
         """Note that a call captured in a CUDA graph is done, as its events can't be queried.
@@ -259,15 +271,15 @@ class Streams:
         record.started = record.issued
         self.recorder.done(record, at=record.issued)
 
-    def end(self, works: Sequence[StreamWork], inner: Work, tensors: tuple = ()):
+    def end(self, works: Sequence[StreamWork], inner: Work, tensors: Sequence):
         """Put a CUDA event behind a call that was just made, or behind a whole batch.
 
         The reading thread notes the end by that event; in a CUDA graph it is noted here instead.
         works: the handle of the call, or the handles of a batch.
         inner: NCCL's handle of it, which all `works` get.
-        tensors: the call's tensors. Those of a send, recv, gather or scatter (`WITHOUT_FUTURE`) are
+        tensors: those of the calls. Of a send, recv, gather or scatter (`WITHOUT_FUTURE`) they are
             kept alive until the event is complete, because NCCL may still use them, and the future
-            of such a call doesn't hold them. For other operations the future does.
+            of such a call doesn't hold them. For other operations it does.
         """
         records = [work.record for work in works]
         for work in works:
@@ -299,9 +311,9 @@ class Streams:
         """Note the times of all events that are complete by now; return the records of the others.
 
         It never blocks on the GPU. The records are in the order in which the events were made. One
-        comes twice if the events of its end and of a wait for it are both open. In the record of a
-        call that has been open for 0.3 s (`LATE_S`), `reached` becomes True once the GPU has come
-        to it.
+        comes twice if neither the event of its end nor that of a wait for it is complete. In the
+        record of a call that was issued more than 0.3 s (`LATE_S`) ago, `reached` becomes True once
+        the GPU has finished the work queued before the call.
         """
         with self._reading:
             left = []
@@ -337,8 +349,8 @@ class Streams:
         """Copy the times of complete events into the records of a call, and onto the board.
 
         A call began when its first event was complete, or the call before it on its stream was
-        done, if that was later. No time is before the moment when the call, or the first one of a
-        batch, was issued, though the clocks drift.
+        done, if that was later. The GPU's clock drifts against the host's: a time that would lie
+        before the call (or the first one of a batch) was issued is replaced by that moment.
         records: the record of the call, or those of a batch.
         events: {"waited": CUDA event}, or {"started": CUDA event, "done": CUDA event}.
         """

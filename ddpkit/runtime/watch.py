@@ -1,9 +1,9 @@
 """Watch ranks from the process that launched them, until each has replied, one fails or some hang.
 
 A watch collects the ranks' replies and output. When ranks fail or hang it finds out how, and raises
-an error whose message is the report. What ranks do it reads from the board, the shared file in
-which each of them writes its calls (collective calls, sends and receives) before it makes them. A
-`Look` is the state of all ranks as the board shows it at one moment.
+an error whose message is the report. It reads the ranks' progress from the board, a shared file in
+which each rank writes a `Record` of each call (collective call, send or receive) before it makes
+it. A `Look` is the state of all ranks as the board shows it at one moment.
 """
 
 import math
@@ -12,7 +12,7 @@ import time
 from typing import ClassVar
 
 from ..tools.units import count, name_ranks
-from . import exits, processes, worker
+from . import exits, processes, streams, worker
 from .board import MESSAGES, STARTING, Board
 from .errors import HangError, LaunchError, NoGpu, RankError, shown
 from .falls import Failure, Fall, explain_fall, lost_peer
@@ -33,7 +33,8 @@ LOST_PEER_S = 2.0  # the same, as long as all failed ranks only lost their conne
 class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
-    A rank replies when it has run the launch's function or a cell, or is ready for the first cell.
+    A rank of `launch` replies when it has run the function; one of `%%ranks`, which runs cells of a
+    notebook, when it is ready for the first cell, and after each cell.
     ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which a wait for replies ends with HangError; None: never.
@@ -41,7 +42,7 @@ class Watch:
     live: print the ranks' output as it comes, instead of in rank order at the end.
     fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
         only what they print from now on.
-    pending: those of `ranks` whose replies it still waits for. replies: {rank: its reply}.
+    pending: the list of those of `ranks` that haven't replied yet. replies: {rank: its reply}.
     """
 
     watching: ClassVar[list["Watch"]] = []  # all watches that wait for replies now
@@ -62,13 +63,14 @@ class Watch:
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
-        A reply is what a rank sends with the word "done". After a cell it is (the repr of its
-        value, its records), before the first cell None; after a launch's function, whose value is
-        in a file, a list of the modules in `worker.SLOW_IMPORTS` that its process has loaded.
+        After a cell of `%%ranks` the reply is (the repr of the cell's value, the records of its
+        calls or, unless it is traced, []), and before the first cell None. After the function of
+        `launch`, whose value is in a file, it is the list of those modules in `worker.SLOW_IMPORTS`
+        that the rank has loaded.
         awaited: the ranks to wait for; None: all.
-        RankError: a rank raised, exited or was killed. HangError: ranks can't go on, or the timeout
-            has passed. KeyboardInterrupt: on Ctrl-C the ranks are killed, and the error says where
-            they were.
+        RankError: a rank raised, exited or was killed; NoGpu, a RankError, if it can't use its GPU.
+        HangError: ranks can't go on, their calls differ, or the timeout has passed.
+        KeyboardInterrupt: on Ctrl-C the ranks are killed; the message says where each was.
         """
         self.replies = {}
         self.pending = [rank for rank in self.ranks if awaited is None or rank.rank in awaited]
@@ -133,12 +135,13 @@ class Watch:
                 self._raise_failure(rank, rank.exit_code)
 
     def _hear(self, rank: processes.Rank, word: str, said):
-        """Handle one message of a rank: a word, and the data that belongs to it.
+        """Handle one message of a rank: a word, and `said`, the data that belongs to it.
 
-        word, said: "exit" and an exit code, or "failed" and a `Failure`, which describes the
-            exception that the rank raised: see `_raise_failure`. "disagrees" and {rank: record} of
-            calls that differ: raises HangError. Any other word: `said` is the rank's reply, which
-            is put into `replies`.
+        "exit": the rank has ended, with exit code `said`. "failed": it raised an exception, which
+            the `Failure` `said` describes. After either, `_raise_failure` raises.
+        "disagrees": ranks made different calls where all must make the same; `said` is {rank: the
+            `Record` of its call}. Raises HangError.
+        "done": the rank's reply is `said`, which is put into `replies`.
         """
         if word in ("exit", "failed"):
             self._raise_failure(rank, said)
@@ -153,15 +156,15 @@ class Watch:
     # Hangs.
 
     def _look_for_hang(self, quiet_s: float, events: list[int]):
-        """Raise HangError if ranks can never go on.
+        """Raise HangError if ranks can never go on, or are inside calls for too long.
 
-        It is called now and then while no rank makes progress. A deadlock that the board proves is
-        an error at once, unless a timeout of the script's own will soon end it. Then, and where
-        less is certain, as when every rank is inside a call, there is an error after `hang_after`
-        seconds and as many more as an emulated link, a slow network, may delay the calls.
+        `_listen` calls this now and then while no rank makes progress. A deadlock that the board
+        proves is an error at once, but waits if a timeout of the script's own, of at most 60 s,
+        will end it. The limit for that, and for cases that aren't certain, is `hang_after` seconds
+        and as many more as an emulated slow network may delay the calls. Such cases are: every rank
+        that hasn't returned is inside a call, or ranks poll a call that seems never to complete.
         quiet_s: the seconds since a rank last made or ended a call.
-        events: `board.events()`, the counts of what each rank has written, unchanged in all that
-            time.
+        events: `board.events()`, for each rank a count of its writes, unchanged in these seconds.
         """
         overdue = quiet_s > self.hang_after + self._emulated_s()
         look = Look(self.board, events, standstill=overdue)
@@ -189,9 +192,10 @@ class Watch:
     def _look_at_start(self, seconds: float):
         """Raise HangError if ranks still can't connect, 60 s (`START_S`) or more after their start.
 
-        That is, if all are still starting, and all have been trying to connect for 30 s (or are
-        suspended). Loading the function and its arguments, which comes before, may take any time.
-        From 30 s on it asks ranks for their stacks. seconds: the seconds since the start.
+        It does if no rank has joined the world, and each has been trying to, or was suspended by a
+        signal or debugger, for 30 s. Before that, ranks may take any time to load the function and
+        its arguments. To tell the two apart, this asks ranks for their stacks, from 30 s on.
+        seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
         if not starting or seconds < START_S / 2:  # asking for its stack interrupts a rank
@@ -210,11 +214,11 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Return whether a rank seems to wait inside C++ code, which leaves no mark on the board.
+        """Return whether a rank seems to wait in C++ code, of which the board shows nothing.
 
-        It does if it has an open collective call and uses no CPU. If the call is on a GPU, the rank
-        uses the CPU even while it waits. Then it waits if the GPU has come to an open call;
-        otherwise the GPU is still computing.
+        On the CPU it does if one of its collective calls is incomplete and it uses no CPU time. On
+        a GPU, where a rank uses the CPU even while it waits, it does if the GPU has finished what
+        was queued before an incomplete collective; otherwise the GPU is still computing.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -233,25 +237,29 @@ class Watch:
         return before is not None and after == before
 
     def _other_threads_idle(self, rank: int) -> bool:
-        """Return whether all threads of a rank but the main one are idle in a pool, or ddpkit's.
+        """Return whether all threads of a rank but the main one are idle, to judge by their stacks.
 
-        It asks the rank for its stacks by a signal; False if it doesn't answer.
+        A thread is idle if its stack has only files of Python's library, as in a thread pool
+        without work, or if it is ddpkit's own: in `worker.py`, where one waits for the parent to
+        end, or in `streams.py`, where one reads a GPU's events.
+        The rank is asked for its stacks by a signal; False if it doesn't answer.
         """
         stacks = self.ranks[rank].ask_stacks()
         if not stacks:  # unknown: the threads may be busy
             return False
+        reading = streams.__file__, "_watch"
         for stack in stacks[:-1]:
-            files = [file for file, _, _ in stack]
-            if worker.__file__ not in files and not all(map(is_pythons, files)):
+            is_ours = any(worker.__file__ == f or reading == (f, name) for f, _, name in stack)
+            if not is_ours and not all(is_pythons(file) for file, _, _ in stack):
                 return False
         return True
 
     def _emulated_s(self) -> float:
         """Return an upper bound, in seconds, on how long the emulated link may delay open calls.
 
-        An emulated link delays calls as a slow network would. The bound is the sum of the whole
-        delays of every rank's open calls; 0 without a link. It is added to `hang_after`, the
-        seconds without progress that count as a hang.
+        An emulated link delays calls as a slow network would. The bound is the sum, over the calls
+        of all ranks that aren't complete, of the time that each takes on the link from beginning to
+        end; 0 without a link. It is added to `hang_after`, the seconds that count as a hang.
         """
         link = self.ranks[0].assignment.link
         if link is None:
@@ -267,7 +275,8 @@ class Watch:
         """Raise HangError with a report, after printing the ranks' output.
 
         headline, advice: the report's first line, which says what happened, and its last, what to
-            do. If ranks made groups of different members under one number, that replaces `advice`.
+            do. If the n-th groups that ranks made have different members, so that these may never
+            connect, a text about that replaces `advice`.
         look: the state of all ranks; None: as the board shows it now.
         """
         look = look or Look(self.board)
@@ -275,9 +284,10 @@ class Watch:
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
-        """Ask each rank that computes or starts where it is, and return the text of a report.
+        """Return the text of a report: what happened, where ranks are, their last calls, advice.
 
-        headline, advice: its first line, which says what happened, and its last, what to do.
+        A rank that is starting or in no call is asked for its line, unless the board has it.
+        headline, advice: the first line, which says what happened, and the last, what to do.
         look: the state of all ranks.
         stuck: True if a rank that hasn't made a call in which others wait will never make it; False
             if it may only be late.
@@ -320,14 +330,13 @@ class Watch:
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
         """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        It takes 0.4 s (`SETTLE_S`) at most or, while no cause is known, 2 s (`LOST_PEER_S`), so
-        that the rank at the other end of a lost connection can report. It returns earlier if all
-        ranks have failed or replied, or if the cause is known, the others wait in calls, and
-        nothing moves any more.
-        fallen: {rank: its `Failure` (the exception that it raised) or exit code, or None if it
-            replied or found that calls differ}; later ones are put into it.
-        cause_known: whether the cause is known already. It is as soon as a rank failed in another
-            way than by losing its connection.
+        The cause is known once a rank has failed otherwise than by losing its connection to another
+        rank. Until then this waits up to 2 s (`LOST_PEER_S`) for a report from the other end of the
+        connection, and with a known cause 0.4 s (`SETTLE_S`). It returns earlier if the board no
+        longer changes, and all ranks have failed or replied or, with a known cause, wait in calls.
+        fallen: {rank: its `Failure`, which describes an exception, or its exit code; None if it
+            replied or reported that calls differ}. Ranks that follow are added in place.
+        cause_known: True if the caller knows the cause already.
         """
         begun = time.perf_counter()
         events = None
@@ -348,7 +357,8 @@ class Watch:
     def _raise_failure(self, rank: processes.Rank, how: Fall):
         """Raise RankError for the rank that failed first, or HangError if ranks' calls differ.
 
-        Such calls, which should have been the same on all ranks, are the cause of the failure then.
+        Calls differ if the board shows, say, an all_reduce of one rank where another made a
+        barrier. The report is then about these calls, as they caused the failure.
         rank: the rank whose failure was noticed first, which need not be the one that failed first.
         how: its `Failure`, if it raised an exception, or its exit code.
         NoGpu: CUDA can't use the GPU of this rank. `backends.start_on` catches it and, unless NCCL
@@ -383,7 +393,7 @@ class Watch:
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
-        """Raise a `kind` of LaunchError that carries each rank's output, and records of its calls.
+        """Raise a `kind` of LaunchError with each rank's output and records of its last 256 calls.
 
         The output that isn't shown yet is printed first.
         message: the error's text. details: further arguments of `kind`, such as rank= of RankError.
@@ -395,13 +405,14 @@ class Watch:
     # Output.
 
     def show_output(self, kept: str = "") -> list[str]:
-        """Print the output not shown yet, in rank order; return each rank's whole output, by rank.
+        """Print the ranks' output, in rank order; return the output of each rank, in a list.
 
-        Without `live` each call prints all of it, but both ends only of a rank's output beyond 200
-        lines or 100,000 characters. The returned text lacks its middle beyond 2 MB
-        (`output.KEPT_BYTES`). Output from before the watch is left out, unless that is `fresh`.
-        kept: the name of the list that the user can find the whole output in, such as "run.output".
-            A note in place of what isn't printed says so. "": it names no list.
+        With `live`, only what wasn't printed before is printed. Without it, each call prints all
+        output since the watch began or, if it is `fresh`, since the ranks started. The middle of
+        more than 200 lines or 100,000 characters of a rank is replaced by a note. Of more than 2 MB
+        (`output.KEPT_BYTES`), the returned text lacks the middle as well.
+        kept: the name that the returned list has for the user, such as "run.output". The note says
+            that all is there; without a name, "", it doesn't.
         """
         if self.live:
             self._show_new_lines(last=True)
@@ -412,8 +423,9 @@ class Watch:
         return [text.read() for text in self.output]
 
     def _show_new_lines(self, last: bool = False):
-        """Print lines that ranks have completed since this was last called, up to a limit for each.
+        """Print the lines that ranks have completed since this was last called.
 
+        After 2,000 lines or 100,000 bytes of a rank, a note is printed, and no more of it follows.
         last: print unfinished lines as well.
         """
         new = (text.new_lines(last) for text in self.output)

@@ -6,7 +6,10 @@ exercises check, timelines, animations, the report of a hang, and the emulated l
 calls as a slower network would. Tensors are passed on untouched, so results are bit-identical.
 
 board: the shared file in which every rank writes its calls, for the report of a hang to read.
-channel: a group, or the messages with one tag from one member to another.
+channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
+    make on a channel belong together.
+record: a `Record`, one call of this rank: its operation, arguments, line of the script, and times.
+recorder: the rank's `Recorder`, which keeps the list of records and writes them on the board.
 """
 
 import contextlib
@@ -27,6 +30,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d as c10d
 
 from ..tools.spans import now_doing
+from ..tools.units import name_group
 from . import wording
 from .board import MESSAGES, Record, Said
 from .place import call_site
@@ -51,8 +55,8 @@ class WireWork(Work):
     """The handle of a call on the wire; its `wait` marks the rank on the board as waiting.
 
     inner: the real group's handle.
-    record: the call's record.
-    recorder: the rank's recorder, which notes waits and the call's end.
+    record: the `Record` of the call, in which its times and waits are noted.
+    recorder: the rank's `Recorder`, which notes the call's end and writes the mark.
     arriving: the tensors that the call fills.
     until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`,
         and that blocks until the call is done; for an emulated link, or a receive from any rank.
@@ -114,11 +118,13 @@ class WireWork(Work):
 
 
 def _hold_back(recorder: Recorder, record: Record):
-    """Sleep until the emulated link would have delivered the call; without a link, do nothing.
+    """Sleep until the emulated link would have delivered a call whose real transfer is complete.
 
-    The real transfer is complete already. A rank's transfers queue behind each other: `link_out`
-    and `link_in` of the recorder are the times at which the link is free again, in each direction.
-    `record.started` becomes the time at which the link took the call; a send has it already.
+    Without a link, or if the call is recorded as done, do nothing. A rank's transfers queue behind
+    each other: the recorder's `link_out` and `link_in` are the times at which the rank's link is
+    free again for sending and for receiving. A receive puts off `link_in`, a collective both.
+    `record.started` becomes the time at which the link began with the call. For a send,
+    `WireGroup.send` has set it already, and put off `link_out`.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -218,7 +224,7 @@ class WireGroup(dist.ProcessGroup):
         self.device = device
         self.timeout = timeout
         self._limit_s = timeout.total_seconds()
-        label = "world" if not recorder.joined else f"group {list(ranks)}"
+        label = "world" if not recorder.joined else name_group(ranks)
         self._member = wording.Member(name, label, ranks, inner.rank())
         self._c10d_name = ""
         self._description = "undefined"
@@ -226,10 +232,11 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Context manager: record the connecting inside it, of this group or its parts, as a call.
+        """Context manager: record as one call that this group, or parts of it, connect inside it.
 
-        It blocks like a call of the group's members; the record's op is "new_group". Connecting the
-        first group, which is the world, isn't recorded; the launcher watches that in another way.
+        Connecting blocks until all members take part, as a collective does, so the report of a hang
+        must know of it. The record's op is "new_group". A world's own connecting isn't recorded, as
+        it is watched in another way.
         """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
@@ -276,8 +283,8 @@ class WireGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         """Record a barrier and make it on the real group; return its handle, or None if it blocked.
 
-        On NCCL it is made asynchronous in any case, so that the program blocks in `wait()`, which
-        marks it on the board as waiting.
+        On NCCL the barrier is made asynchronous in any case. So the program blocks in the handle's
+        `wait`, which marks the rank on the board as waiting.
         """
         opts = opts or dist.BarrierOptions()
         if self.recorder.streams:
@@ -303,11 +310,12 @@ class WireGroup(dist.ProcessGroup):
     def _collective(
         self, op: str, method: str, args: tuple, sent: list, arriving: list
     ) -> WireWork | StreamWork | None:
-        """Record a collective call, make it on the real group, and return its handle.
+        """Record a collective call, make it on the real group, and return its handle or None.
 
-        If the call isn't asynchronous, by its options, return None (on the CPU after a wait). On an
-        emulated link a handle is returned in any case, whose `wait` ends when the link would
-        have delivered. Calls on a GPU get a StreamWork, others a WireWork.
+        The handle is a StreamWork if the tensors are on a GPU, otherwise a WireWork. If the options
+        say that the call isn't asynchronous, return None: on the CPU once it is complete, on a GPU
+        at once, since NCCL puts the call on the current stream. With an emulated link, always
+        return a handle; its `wait` ends when the link would have delivered.
         op: torch.distributed's name for the call, such as "all_reduce".
         method, args: the real group's method, and its arguments, of which the last is the options.
         sent, arriving: flat lists of the tensors that the call reads, and those that it fills.
@@ -334,9 +342,12 @@ class WireGroup(dist.ProcessGroup):
         if recorder.link is not None:
             delivered = torch.futures.Future()
             self._deliveries.submit(_deliver, recorder, inner, record, arriving, delivered)
-            return WireWork(
-                inner, record, recorder, arriving, lambda _: delivered.wait(), delivered
-            )
+
+            def until_done(wait):
+                wait()  # it may have a timeout, of the real transfer
+                delivered.wait()
+
+            return WireWork(inner, record, recorder, arriving, until_done, delivered)
         if not asynchronous:
             record.waits = 1
             return recorder.wait(record, inner.wait, arriving)
@@ -346,7 +357,7 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return this rank's `Streams`, to time a call of these tensors; None unless on a GPU."""
+        """Return the `Streams` that times calls on this rank's GPU; None for tensors on the CPU."""
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
@@ -380,8 +391,9 @@ class WireGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag):
         """Record a receive from any rank and start it; return its handle.
 
-        The record gets its sender, and the channel from that rank to this one, when `wait` has
-        ended, since only then is the sender known. tensors, tag: as in `recv`.
+        The sender is known only when the message has arrived: then `wait` puts it into the record,
+        and the channel from that rank to this one, by which receive and send are matched.
+        tensors, tag: as in `recv`.
         """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
         recorder.issue(record, (), tensors[0])
@@ -418,10 +430,12 @@ class WireGroup(dist.ProcessGroup):
     def _record(self, words: Callable[..., Said], *what, frames: int = 3) -> Record:
         """Return a new record of a call that is about to be made; the recorder doesn't have it yet.
 
-        words: a function of the module `wording` that describes the call as a `Said`. what: its
-            arguments after the first two, which are the member and the user's line.
-        frames: how many of the innermost frames, from that of `call_site` on, are ddpkit's; they
-            aren't looked at for the user's line, which saves time.
+        words: `wording.collective`, `wording.message` or `wording.new_group`, which describes the
+            call as a `Said`, the part of a record that is the same each time the line is run.
+        what: its arguments after the first two, which are this rank as a member of the group, and
+            the line of the script that makes the call.
+        frames: how many of the innermost frames of the stack, counted from that of `call_site`, are
+            ddpkit's own; the search for that line skips them, which saves time.
         """
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
@@ -494,7 +508,7 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Record that a call is complete, unless its future has failed; the future's callback.
+    """Note in a call's record that it is complete, unless its future failed; called by the future.
 
     future: that of the real group's handle, complete by now; it may have failed by a timeout.
     arriving: the tensors that the call fills.
@@ -544,15 +558,17 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
 
 
 def register_wire(recorder: Recorder, backend: str, device: torch.device, one_machine: bool):
-    """Register with torch a backend "ddpkit" for the world and all groups: Gloo or NCCL, recorded.
+    """Register with torch a backend "ddpkit", whose groups are `WireGroup`s around Gloo or NCCL.
 
-    To be called before `init_process_group("ddpkit")`. Four functions of torch.distributed, which
-    expect groups of torch's, are replaced: get_backend, batch_isend_irecv, new_group, split_group.
+    Call it before `init_process_group("ddpkit")`. Four functions of torch.distributed that don't
+    work well with a `WireGroup` are replaced: get_backend, batch_isend_irecv, new_group and
+    split_group.
     recorder: this rank's recorder, which gets all calls.
     backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
     device: the device that this rank computes on.
-    one_machine: as under `launch`, Gloo listens on the loopback interface only, and a call has no
-        timeout unless the script gives one other than torch's 30 minutes.
+    one_machine: all ranks are on this machine, as under `launch`. Gloo then listens on the loopback
+        interface only. Torch's default timeout of 30 minutes is replaced by one of a year; another
+        one, which the script gives, is kept.
     """
 
     def create(options, given) -> WireGroup:
@@ -664,9 +680,9 @@ def _let_others_go_first(readers: set[str]):
     """Keep Gloo's reading threads from preempting this rank when a message wakes them.
 
     The rank often holds the connection's lock at that moment. The reader then spins in `epoll_wait`
-    until the scheduler intervenes, which takes most of a millisecond a message from the computing
-    core. On the network that the link stands for, no core would lose that time. SCHED_BATCH marks a
-    thread that can wait; only Linux has it.
+    until the scheduler intervenes. So for each message the rank's core loses most of a millisecond
+    of computing, which the network that the link emulates wouldn't cost. SCHED_BATCH, which only
+    Linux has, marks a thread that needn't run at once.
     readers: the ids of the threads, as /proc names them.
     """
     for thread in readers:
@@ -691,12 +707,12 @@ def _named_backend(group=None):
 
 @functools.wraps(_new_group)
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-    """Make a group on the wire, unless "gloo" is asked for on NCCL; replaces dist.new_group.
+    """Make a group on the wire, unless a backend other than the world's is asked for.
 
-    Scripts that write checkpoints in a thread ask for "gloo". In a world on Gloo that makes no
-    difference; in one on NCCL they get a plain Gloo group, which isn't recorded. A `device_id` is
-    dropped, since with it torch would connect each group twice. The arguments and the result are
-    torch's.
+    It replaces dist.new_group. Scripts that write checkpoints in a thread ask for "gloo". In a
+    world on Gloo that makes no difference; in one on NCCL they get a plain Gloo group, which isn't
+    recorded. A `device_id` is dropped, since with it torch would connect each group twice. The
+    arguments and the result are torch's.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
@@ -711,7 +727,8 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
 def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
     """Split a group as torch does, but refuse to split one on NCCL; replaces dist.split_group.
 
-    ValueError: the parent is such a group; make each part with dist.new_group.
+    On NCCL torch splits a group only if its world has a bound device, and the wire's has none.
+    ValueError: the parent is on NCCL and the wire; make each part with dist.new_group.
     """
     parent = parent_pg or c10d._get_default_group()
     if isinstance(parent, WireGroup) and parent.inner_name == "nccl":
@@ -728,10 +745,11 @@ def plain_group() -> dist.ProcessGroup:
 def _batched(p2p_op_list):
     """Start a batch of messages; return their handles. It replaces dist.batch_isend_irecv.
 
-    NCCL's messages on the wire are sent as one: torch batches messages only for its own class of
-    group; one by one they would deadlock. A rank's messages to itself, which NCCL copies and Gloo
-    refuses, go with the others, if there are any; as no other rank takes part in them, they aren't
-    recorded, and have no handle. All other lists are passed to torch's own function.
+    On NCCL the messages must go to it as one batch: sent one by one they could deadlock. torch's
+    own function batches only for torch's own class of group, so for a `WireGroup` it is done here.
+    A rank's messages to itself, which NCCL copies and Gloo refuses, join the batch. As no other
+    rank takes part in them, they aren't recorded, and have no handle. Lists of CPU tensors, of
+    messages to itself alone, or in a group off the wire are passed to torch's function.
     p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None
@@ -746,5 +764,6 @@ def _batched(p2p_op_list):
             copy = group.inner.send if message.op is dist.isend else group.inner.recv
             copy([message.tensor], message.group_peer, message.tag)
     works = _batch_isend_irecv(others)
-    streams.batch(works, partial(group.inner._end_coalescing, first.tensor.device))
+    complete = partial(group.inner._end_coalescing, first.tensor.device)
+    streams.batch(works, complete, [message.tensor for message in p2p_op_list])
     return works

@@ -1,12 +1,12 @@
 """Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
-The descriptions of collectives and messages are cached, so that there is one for each line of the
-user's code and the arguments of its call: recording may take no more than 30 µs a call, and a
-training step makes the same calls again and again.
+A `Said` is the part of a call's record that is the same each time. Those of collectives and
+messages are cached by line and arguments: recording may take no more than 30 µs a call, and a
+training step makes the same calls again and again. The records are written to the board, a file
+that all ranks share.
 
-board: the file, shared by all ranks, in which they write their calls.
-place: the user's line, as (file, line, function, via). If that line called an installed framework,
-    via is "file:line:function" of the framework's line, otherwise "".
+The argument `place` is the user's line, as (file, line, function, via). If that line called an
+installed framework, via is "file:line:function" of the framework's line, otherwise "".
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from ..tools.units import name_group
 from .board import Said
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -29,8 +30,10 @@ once = lru_cache(4096)
 class Member:
     """A rank as a member of a process group: what is needed to describe its calls in words.
 
-    name: the group's name on the board, such as "0#1". label: its name in texts, such as "world" or
-    "group [0, 2]". ranks: the members, as ranks of the world. rank: this one's place among them.
+    name: the group's name on the board, such as "0#1": torch's name, and the number of the
+        world, from 1, since a script may end one and begin another. label: its name in texts, such
+        as "world" or "group [0, 2]". ranks: the members, as ranks of the world. rank: this rank's
+        number in the group.
     """
 
     name: str
@@ -39,9 +42,10 @@ class Member:
     rank: int
 
     def channel(self, src: int, dst: int, tag: int) -> str:
-        """Return the name of the channel for messages from one member to another with a tag.
+        """Return the name by which a message's send and receive are matched on the board.
 
-        It is "0#1 2>3:7" for tag 7 from rank 2 to rank 3 in the group "0#1".
+        It is "0#1 2>3:7" for tag 7 from rank 2 to rank 3 in the group "0#1". All messages of that
+        kind share it: the n-th send with a name belongs to the n-th receive with the same name.
         src, dst: the members' numbers in the group; in the name they stand as ranks of the world.
         """
         return f"{self.name} {self.ranks[src]}>{self.ranks[dst]}:{tag}"
@@ -85,10 +89,10 @@ class Member:
 def new_group(member: Member, place: Place) -> Said:
     """Describe the call that connects a new group, which blocks like a collective, as a `Said`.
 
-    A `Said` is the part of a call's record that is the same each time. Its fingerprint is "" here,
-    so it isn't compared between ranks.
+    Its fingerprint, the text that must be the same on all ranks, is "": nothing is compared.
+    member: this rank in the new group or, when a group is split, in the group that is split.
     """
-    members = str(list(member.ranks))
+    members = name_group(member.ranks).removeprefix("group ")
     said = member.ranks, f"new {member.name}", "", members
     return Said("new_group", member.label, *said, 0, None, (), "", *place)
 
@@ -108,18 +112,17 @@ def collective(
 ) -> Said:
     """Describe a collective as a `Said`; the same arguments give the same object.
 
-    A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes whose number of elements, all together, must be the same on all ranks unless
-        the call is `uneven`.
-    shapes: of this rank's input tensors or, in a scatter, of a receiver's output; they give the
-        fields `bytes` and, by the first, `shape`.
+    alike: the shapes of the tensors whose total number of elements is compared between ranks, and
+        must be the same, unless the call is `uneven`: in a scatter the output, otherwise the input.
+    shapes: the shapes of this rank's input tensors or, on a receiver of a scatter, of its output.
+        The `Said` has their total `bytes`, and the `shape` of the first.
     dtype: of the tensors; None for a barrier, which has none.
     reduction: torch's number for a sum, a maximum, ... (`REDUCTIONS`); None: nothing is reduced.
     root: the root's number in the group; None if the operation has none.
     splits: of an all_to_all, (elements sent to each member, elements expected from each).
-    uneven: ranks may bring different sizes, which aren't compared.
+    uneven: the sizes may differ between ranks, so they aren't compared.
     ValueError: `root` isn't a member.
     """
     nbytes = sum(map(torch.Size.numel, shapes)) * dtype.itemsize if dtype else 0
@@ -150,7 +153,6 @@ def message(
 ) -> Said:
     """Describe a send or a receive as a `Said`; the same arguments give the same object.
 
-    A `Said` is the part of a call's record that is the same each time a line makes the call.
     member: this rank in the group of the message.
     op: "send" or "recv".
     number: the other rank's number in the group; None for a receive from any rank.

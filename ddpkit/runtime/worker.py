@@ -54,9 +54,12 @@ class Assignment:
     """The orders of a new rank, which its process unpickles first.
 
     It is plain data, so that unpickling it imports nothing of the user's before the rank is set up.
-    folder: the launch's. choice, link, keep_values, check_buffers: as in `processes.world`.
+    folder: the launch's temporary folder. choice: the backend, and the number of GPUs.
+    link: the slow network to emulate between ranks, or None.
+    keep_values: whether the records of calls keep the numbers in tensors of at most 64 elements.
     environ: {name: value} of all environment variables of the rank.
     cells: {file: entry of `linecache.cache`} of notebook cells, whose lines tracebacks show.
+    check_buffers: whether to check that no tensor is changed while it is being sent.
     """
 
     rank: int
@@ -64,7 +67,7 @@ class Assignment:
     folder: str  # the launch's temporary folder
     choice: Choice  # the backend, and the number of GPUs
     link: Link | None  # to be emulated
-    keep_values: bool  # whether records keep the elements of short messages
+    keep_values: bool  # whether records keep the numbers in small tensors
     environ: dict[str, str]  # all environment variables of the rank
     cells: dict[str, tuple]  # {file: entry of linecache.cache} of notebook cells, for tracebacks
     check_buffers: bool = False  # whether to check that no tensor is changed while it is being sent
@@ -133,11 +136,11 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
                 reply = ("done", None)
             else:
                 source, file, traced = cell
-                before = len(recorder.records)
+                before = recorder.calls
                 value = run_cell(source, file, names)
                 if traced:  # only then: a call may wait for a later cell's call on another rank
                     recorder.settle()
-                reply = ("done", (value, recorder.records[before:] if traced else []))
+                reply = ("done", (value, recorder.since(before) if traced else []))
         except BaseException as error:
             reply = ("failed", failure(error))
         flush()
@@ -202,7 +205,10 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        """Note in `error`, with which a wait for a call ended, which ranks wait for which."""
+        """Add a note to `error`, the timeout of a call: which ranks wait for which.
+
+        record: the `Record` of the call.
+        """
         seconds = waited_s(record, error)
         headline, _ = explain_timeout(Look(board), seconds)
         error.add_note(headline)

@@ -12,6 +12,7 @@ DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 COLUMNS = 72  # of printed text: half a window of JupyterLab
 BINARY = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+MANY_IN_A_GROUP = 8  # above which equally spaced ranks are named by the first three and the last
 MANY_RANKS = 3  # above which ranks are named by those that are left out, if these are few
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "bytes/s": 1.0}
 
@@ -63,8 +64,8 @@ def with_unit(value: float, units: dict[str, float]) -> str:
 def number(value) -> str:
     """Return a value as text of about six characters.
 
-    Whole numbers are written whole, others to two or three digits. Return "" for None, and the
-    usual text of a bool, complex number or str.
+    Whole numbers below 10^8 are written whole, others to two or three digits. Return "" for None,
+    and the usual text of a bool, complex number or str.
     """
     if value is None:
         return ""
@@ -96,7 +97,8 @@ def numbers(values: Sequence | None, most: int = 16) -> str:
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     """Return a name for ranks: 'rank 2', 'ranks 0, 1 and 3', 'ranks 0 to 5 and 7'.
 
-    ranks: in ascending order.
+    More than 8 at equal distances are named by the first and the last: 'ranks 0, 4, 8, ..., 60'.
+    ranks: in ascending order, not empty; more than three are joined in runs.
     world_size: if given, and all ranks are there, the name is 'every rank'.
     """
     ranks = list(ranks)
@@ -105,9 +107,31 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     parts = list(map(str, ranks))
+    spaced = equally_spaced(ranks)
+    if spaced and spaced.step > 1 and len(ranks) > MANY_IN_A_GROUP:
+        return f"ranks {_first_and_last(ranks)}"
     if len(ranks) > 3:
         parts = _runs(ranks)
     return f"ranks {_and(parts)}"
+
+
+def name_group(ranks: Sequence[int]) -> str:
+    """Return a group's name: 'group [0, 2]', or 'group [0, 4, 8, ..., 60]' for more than 8."""
+    if len(ranks) > MANY_IN_A_GROUP and equally_spaced(ranks):
+        return f"group [{_first_and_last(ranks)}]"
+    return f"group {list(ranks)}"
+
+
+def equally_spaced(ranks: Sequence[int]) -> range | None:
+    """Return different ascending numbers as a range; None if they aren't equally spaced."""
+    if not ranks:
+        return None
+    spaced = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    return spaced if list(spaced) == list(ranks) else None
+
+
+def _first_and_last(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}, {ranks[1]}, {ranks[2]}, ..., {ranks[-1]}"
 
 
 def name_some(ranks: Sequence[int], world_size: int) -> str:
