@@ -120,12 +120,12 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
 
     Ranks may have different numbers of batches, and of rows in them: all make the same number of
     steps, so none waits for a rank that has finished. batches: tuples of tensors, rows along the
-    first axis. The loss of 0 rows must be 0, as `models.mean_loss` is; a mean of none is NaN. If
-    the batches of all ranks have 0 rows in one step, it ends there, whatever follows.
+    first axis. The loss of 0 rows must be 0, as `models.mean_loss` is; a mean of none is NaN.
 
     weight: W times this rank's share of all ranks' rows, from 0 to W. With it the mean over ranks
     is the mean over these rows, as in one process that has them all.
-    ValueError: this rank has no batch at all, so it can't know the shape of an empty one.
+    ValueError: this rank has no batch at all, so it can't know the shape of an empty one; it has
+    rows after a step in which all ranks' batches have 0, which ends the iteration.
 
     Cost of a step: an all-reduce of one number. PyTorch's `Join` sends zeros for ranks without
     data, and doesn't run the model there. Notebook 03.
@@ -144,6 +144,9 @@ def join(batches: Iterable[Sequence[Tensor]], group: ProcessGroup | None = None)
         all_rows = torch.tensor(rows, device=batch[0].device)
         dist.all_reduce(all_rows, group=group)
         if all_rows == 0:
+            if any(len(later[0]) for later in left):
+                got = f"rank {dist.get_rank()} has rows after a step in which no rank has any"
+                raise ValueError(f"{got}, expected none. Leave such steps out, on all ranks.")
             return
         yield *batch, dist.get_world_size(group) * rows / all_rows.item()
         batch = next(left, tuple(part[:0] for part in batch))  # no rows, the same shape

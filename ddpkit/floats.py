@@ -213,7 +213,8 @@ def _next(pattern: int, format: Format, step: int) -> float | None:
 def round_stochastically(x: Tensor) -> Tensor:
     """Round every element to one of the two bf16 numbers around it, the nearer the likelier.
 
-    x: float32, any shape and device, finite; it isn't changed. ValueError: another dtype.
+    x: float32, any shape and device; it isn't changed. Infinity and NaN stay what they are.
+    ValueError: another dtype.
 
     bf16 is the upper half of fp32's bits. The lower half, divided by 2^16, is the chance that the
     upper half grows by one. So the mean of many roundings is the element itself, and bf16 weights
@@ -222,8 +223,10 @@ def round_stochastically(x: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         raise ValueError(f"expected float32 to round to bf16, got {x.dtype}: say x.float()")
     carry = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device)
-    upper = x.detach().view(torch.int32) + carry & -(2**16)
-    return upper.view(torch.float32).bfloat16()
+    x = x.detach()
+    upper = x.view(torch.int32) + carry & -(2**16)
+    # The bits of a NaN may overflow, or lose what tells it from infinity.
+    return torch.where(x.isfinite(), upper.view(torch.float32), x).bfloat16()
 
 
 def quantise(x, block):

@@ -75,8 +75,8 @@ class LossScaler:
                 raise ValueError("expected fp32 gradients, got fp16: use MixedPrecisionOptimizer")
             gradient /= self.factor
         # The norm is inf or NaN if any number is. Checking each gradient would synchronise with the
-        # GPU once per gradient.
-        overflow = (~get_total_norm(gradients, 1.0).isfinite()).float()
+        # GPU once per gradient. Without gradients it is on the CPU, where NCCL can't send it.
+        overflow = (~get_total_norm(gradients, 1.0).isfinite()).float().to(parameters[0].device)
         if dist.is_initialized():  # an overflow in one rank's shard must stop the others
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.group)
         self.overflow = bool(overflow)

@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
 
     names: of the matrices it updates, as in `model.module.named_parameters()`; give the rest to
     AdamW. lr, weight_decay, momentum: as in `torch.optim.Muon`; for tall matrices lr is multiplied
-    by √(rows/columns). In a step all ranks must have gradients of the same matrices, one at least.
+    by √(rows/columns). In a step all ranks must have gradients of the same matrices, or of none.
     ValueError: a name isn't a trained matrix.
 
     Cost of a step, all ranks together: 2(W-1)/W numbers of 2 bytes sent for each element, and 15
@@ -185,7 +185,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def update(self, options: dict, shards: list[Tensor]) -> None:
-        """Update shards, in place: those with gradients, at least one, the same on all ranks."""
+        """Update shards, in place: those with gradients, if any, the same on all ranks."""
         momentum = options["momentum"]
         world_size = dist.get_world_size(self.group)
         shapes = [self.shapes[shard] for shard in shards]
@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
             direction = shard.grad.lerp(kept["momentum_buffer"], momentum)
             directions.append(direction.bfloat16())  # as Newton–Schulz would: half the bytes
         # On whole matrices.
-        updates = by_owners(directions, numels, owners, newton_schulz, self.group)
+        updates = by_owners(directions, numels, owners, newton_schulz, self.group) if shards else []
         for shard, (height, width), update in zip(shards, shapes, updates, strict=True):
             lr = options["lr"] * math.sqrt(max(1, height / width))
             shard.mul_(1 - options["lr"] * options["weight_decay"])

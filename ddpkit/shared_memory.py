@@ -26,7 +26,7 @@ from .tools.checks import check_in_group, check_same, misuse
 
 PIECE_BYTES = 2**18  # summed and written back before it leaves the cache
 CALLS = ("all_reduce", "reduce_scatter", "all_gather")
-PAGE = 4096  # bytes before the slots, for the ranks' marks
+PAGE = 4096  # bytes; the ranks' marks have whole pages before the slots
 SPINS = 100  # looks at the other ranks before a waiting rank naps between looks
 NAP_S = 50e-6
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -58,10 +58,12 @@ class SharedBuffer:
         self._rank = dist.get_rank(group)
         world_size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
-        # One block: first a page with a mark for each rank, then a slot for each.
-        memory = _map_together(PAGE + world_size * numel * dtype.itemsize, group)
-        self._marks = memory[: 8 * world_size].view(torch.int64)  # see _meet
-        slots = memory[PAGE:].view(dtype).view(world_size, numel)
+        # One block: first a mark for each rank, a page for 512 of them, then a slot for each.
+        marks = 8 * world_size
+        pages = -(-marks // PAGE) * PAGE
+        memory = _map_together(pages + world_size * numel * dtype.itemsize, group)
+        self._marks = memory[:marks].view(torch.int64)  # see _meet
+        slots = memory[pages:].view(dtype).view(world_size, numel)
         self.local = slots[self._rank]
         mine = slots.tensor_split(world_size, dim=1)[self._rank]
         self._chunks = mine.unbind()  # this rank's chunk, in every slot

@@ -218,6 +218,10 @@ def test_weights_of_a_join(check, rank, world_size):
     batches = Batches(torch.zeros(25, dtype=torch.uint8), 9, 2, rank=rank, world_size=world_size)
     found = [(len(inputs), weight == batches.weight) for inputs, _, weight in join(batches)]
     check.same(found, [(3 if rank == 0 else 2, True), (0 if rank == 3 else 1, True)])
+    step, nothing = (torch.ones(2),), (torch.ones(0),)
+    check.same(len(list(join([step, nothing, nothing]))), 1, "nothing left")
+    says = f"rank {rank} has rows after a step in which no rank has any", "Leave such steps out"
+    check.refused(list, join([step, nothing, step]), says=says)
     says = f"rank {rank} has no batch to join with, expected at least one", "0 rows"
     check.refused(next, join([]), says=says)
 

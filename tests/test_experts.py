@@ -92,11 +92,18 @@ def test_capacity_keeps_the_first():
     assert kept.tolist() == [[True, True], [True, True], [True, False], [False, False]]
     assert capacity_of(1.0, 4, 2, 3) == 3
     assert capacity_of(1.25, 4, 2, 8) == 2
+    assert capacity_of(1.1, 100, 2, 4) == 55
+    assert capacity_of(1.1, 101, 2, 4) == 56
     for bad in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="expected a capacity factor > 0, got"):
             capacity_of(bad, 4, 2, 8)
     with pytest.raises(ValueError, match="expected a capacity of 1 row at least, got 0"):
         within_capacity(chosen, 3, 0)
+
+
+def test_new_experts_are_where_the_mlps_were():
+    gpt = sparse_gpt(lambda: small_gpt().to("meta", torch.bfloat16))
+    assert {(p.device.type, p.dtype) for p in gpt.parameters()} == {("meta", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("score", [softmax, sigmoid])

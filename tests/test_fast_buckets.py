@@ -1,6 +1,6 @@
 """ddpkit.fast.buckets: what it adds to the plain BucketedDDP; what both do is in test_training."""
 
-from functools import partial
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,17 @@ def narrow(batch):
 @on_ranks(1, 2, 3)
 def test_bf16_on_the_way(check, rank, world_size):
     """Each gradient is rounded to bf16 once, and so is each of the W-1 sums: as `near` allows."""
-    wrap = partial(FAST, wire_dtype=torch.bfloat16)
-    for kind in ("GPT", "MLP"):
+    for kind, shared in itertools.product(("GPT", "MLP"), (False, True)):
         build, batch, loss = MODELS[kind]
         module = build(rank, torch.float32)
-        model = wrap(module)
+        model = FAST(module, wire_dtype=torch.bfloat16, shared_memory=shared)
         for step in range(2):
             batches = [narrow(batch(step, 0, r)) for r in range(world_size)]
             parts = [gradients_of(module, loss(module, [each])) for each in batches]
             loss(model, [batches[rank]]).backward()
             model.synchronize()
             for name, parameter in trained_of(module).items():
-                what = kind, step, name
+                what = kind, shared, step, name
                 shares = [part[name] / world_size for part in parts]
                 check.near(parameter.grad.bfloat16(), shares, *what)
                 check.same(parameter.grad.bfloat16().float(), parameter.grad, *what, "was sent")

@@ -179,6 +179,11 @@ def test_chance_is_fair(device):
     assert ((rounded.double() - x).mean(0).abs() < 0.0232 * (above - below).abs()).all()
 
 
+def test_chance_leaves_nan_alone():
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).expand(100, 3)
+    assert floats.round_stochastically(bits.view(torch.float32)).isnan().all()
+
+
 def test_chance_leaves_bf16_and_its_argument_alone():
     numbers = patterns(floats.BF16).float()
     numbers = numbers[~numbers.isnan()]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from ddpkit import memory, transport
 from ddpkit.checkpointing import checkpoint
 from ddpkit.fast import fsdp as fast
-from ddpkit.fsdp import FSDP
+from ddpkit.fsdp import FSDP, clip_grad_norm_
 from ddpkit.fsdp.reduce import divisors
 
 STEPS = 5
@@ -154,6 +154,38 @@ def test_optimizers_of_torch_for_five_steps(check, world_size):
         compare_whole(check, model, twin, near, kind)
 
 
+class Twice(nn.Module):
+    """A module under two names, and one of its parameters under two there."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = nn.Linear(5, 5)
+        self.one.again = self.one.weight
+        self.other = self.one
+
+    def forward(self, x):
+        return self.other(self.one(x)) @ self.one.again
+
+
+@on_ranks(1, 2)
+def test_a_module_and_a_parameter_under_two_names(check, rank, world_size):
+    for make in (partial(torch.optim.SGD, lr=0.1), ADAMW):
+        model = FSDP(Twice(rank))
+        twin = Twice()
+        optimizers = [make(module.parameters()) for module in (model, twin)]
+        for step in range(2):
+            losses = [squared(twin, floats(step, 0, r)) for r in range(world_size)]
+            (sum(losses) / world_size).backward()
+            cases.backward(model, step, loss=squared, batch=floats)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, whole in model.full_parameters().items():
+            expected = twin.get_parameter(name).detach()
+            check.close(whole, expected, 100 * torch.finfo(torch.float32).eps, make, name)
+
+
 # Half precision
 
 
@@ -262,6 +294,14 @@ def test_clipping_by_the_norm_of_all_shards(check, rank, world_size):
         for name, parameter in twin.named_parameters():
             got = model.module.get_parameter(name).grad
             check.close(got, cases.mine(name, parameter.grad), near, name)
+
+
+@on_ranks(2)
+def test_a_norm_whose_square_isnt_fp16(check, rank):
+    """It is 300, all on rank 0."""
+    shard = torch.full((0 if rank else 100,), 30.0, dtype=torch.float16)
+    check.close(clip_grad_norm_([shard], 3.0), torch.tensor(300.0), 0.1, "norm")
+    check.close(shard, torch.full_like(shard, 0.3), 1e-3, "clipped")
 
 
 # Beside fully_shard

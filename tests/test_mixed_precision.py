@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 from functools import partial
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -93,6 +94,15 @@ def test_fp16_gradients_would_lose_what_the_scale_has_saved():
     weight.grad = torch.ones_like(weight)
     with pytest.raises(ValueError, match=r"expected fp32 .* fp16: use MixedPrecisionOptimizer"):
         LossScaler().unscale_(torch.optim.SGD([weight]))
+
+
+def test_without_gradients_it_sends_from_the_parameters_device():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device="meta"))])
+    sent = Mock(side_effect=InterruptedError)  # to end there: `meta` has no number to read
+    there = patch.multiple(dist, is_initialized=lambda: True, all_reduce=sent)
+    with there, pytest.raises(InterruptedError):
+        LossScaler().unscale_(optimizer)
+    assert sent.call_args.args[0].is_meta
 
 
 # MixedPrecisionOptimizer, alone

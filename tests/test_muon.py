@@ -32,6 +32,9 @@ def test_to_the_bit_like_torchs(check, rank, world_size):
         torch.optim.Muon([p for p in twin.parameters() if p.dim() == 2], lr=0.02),
         Muon(model, names, lr=0.02),
     ]
+    before = len(said())
+    optimizers[1].step()
+    check.same((len(said()), len(optimizers[1].state)), (before, 0), "without gradients")
     for step in range(3):
         torch.manual_seed(step)
         for name, parameter in twin.named_parameters():

@@ -67,6 +67,12 @@ def test_dtypes_and_lengths(check, world_size):
         every_call(check, [twin.whole(r, length, dtype) for r in range(world_size)])
 
 
+@on_ranks(3, timeout=40)
+def test_marks_on_several_pages(check):
+    with patch.object(shared_memory, "PAGE", 8):
+        every_call(check, [twin.whole(r, 41) for r in range(3)])
+
+
 @on_ranks(3)
 def test_sums_that_round(check, rank, world_size):
     """In one piece and in several; NaNs of other bits on every rank."""

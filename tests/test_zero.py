@@ -198,8 +198,12 @@ def test_a_plain_optimizers_state_loads(check):
     )
     check.close(got, expected, cases.HALF_THE_DIGITS)
     counted = adamw.state_dict()
-    next(iter(counted["state"].values()))["step"] += 1
     one = sharded("fast zero, one bucket")[2]
+    for number in counted["state"]:  # as if it had been frozen
+        others = {other: state for other, state in counted["state"].items() if other != number}
+        says = "state of all parameters that share a bucket, or of none, got"
+        check.refused(one.load_state_dict, {**counted, "state": others}, says=says)
+    next(iter(counted["state"].values()))["step"] += 1
     check.refused(one.load_state_dict, counted, says=("the same 'step'", "share a bucket"))
     other = {**counted, "param_groups": counted["param_groups"][:1]}
     check.refused(one.load_state_dict, other, says="groups")
@@ -216,8 +220,10 @@ def test_mistakes_are_named(check):
         check.refused(FastZero, other, whole, says=("elementwise", whole.__name__, "AdamW"))
     optimizer = FastZero([nn.Parameter(torch.ones(2))], adamw)
     check.refused(optimizer.add_param_group, {"params": other}, says="all groups")
-    flat = torch.zeros(2)
-    check.refused(SharedMemoryTransport().start_all_gather, flat, says="zeros made")
+    way = SharedMemoryTransport()
+    check.refused(way.start_all_gather, torch.zeros(2), says="zeros made, got one of this rank's")
+    part = way.zeros(4, torch.float32)[:2]
+    check.refused(way.start_reduce_scatter, part, says="zeros made, got a part of one")
 
 
 # Stage 3, of one layer
@@ -232,6 +238,8 @@ def test_sharded_linear_without_bias_over_our_ring(check, rank, world_size):
     first, inputs = nn.Linear(3, 5, bias=False).double(), randn(world_size, 2, 4, 3)
     check.same(layer.gather(), [first.weight.detach()], "gathered")
     layer(inputs[rank]).square().sum().backward()
+    kept = layer.shard.grad.untyped_storage().nbytes()
+    check.same(kept, layer.shard.nbytes, "bytes of the gradient")
     (first(inputs).square().sum() / world_size).backward()
     for each in (layer, first):
         torch.optim.SGD(each.parameters(), lr=1.0).step()

@@ -3,7 +3,9 @@
 A routing table is (T, k): the numbers of the experts that each token visits. Notebook 13.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -47,7 +49,8 @@ def capacity_of(factor: float, tokens: int, k: int, experts: int) -> int:
     """
     if not factor > 0:
         raise ValueError(f"expected a capacity factor > 0, got {factor}: 1.25 is usual")
-    return -int(-factor * tokens * k // experts)  # rounded up
+    exact = Fraction(str(factor))  # 1.1 itself: the float is a bit more, and would be rounded up
+    return math.ceil(exact * tokens * k / experts)
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:

@@ -172,9 +172,10 @@ def exchange(
 def make_sparse(gpt: GPT, experts: int = 8, k: int = 2, **options) -> None:
     """Replace the MLP of each block by new experts, each as wide as the MLP was, in place.
 
-    options: others of `MixtureOfExperts`. Weights are drawn anew, on torch's default device.
+    options: others of `MixtureOfExperts`. Weights are drawn anew, on torch's default device, then
+    moved to the MLP's device and dtype.
     """
     for block in gpt.blocks:
         first = block.mlp[0]
         layer = MixtureOfExperts(first.in_features, first.out_features, experts, k, **options)
-        block.mlp = layer.to(first.weight.dtype)
+        block.mlp = layer.to(first.weight.device, first.weight.dtype)

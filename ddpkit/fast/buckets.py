@@ -25,19 +25,19 @@ class Bucket:
     """Gradients that are sent together, each a view of one contiguous tensor, `flat`.
 
     wire_dtype: of `message`, a copy in which they are sent (None: `flat` itself is). shared_memory:
-    `flat` lies in memory that all ranks of the machine see, on CPUs, and nothing is sent. Don't
-    give both: ranks would sum `flat`, in which this step's gradients aren't.
+    `message` lies in memory that all ranks of the machine see, on CPUs, and nothing is sent.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group, wire_dtype, shared_memory):
         first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
         self.group, self.shared = group, None
+        dtype = wire_dtype or first.dtype
         if shared_memory:
-            self.shared = SharedBuffer(sum(sizes), first.dtype, group)
-            self.flat = self.shared.local
+            self.shared = SharedBuffer(sum(sizes), dtype, group)
+            self.message = self.shared.local
         else:
-            self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self.message = self.flat.to(wire_dtype or first.dtype)  # flat itself, if the dtype is
+            self.message = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+        self.flat = self.message.to(first.dtype)  # the message itself, if the dtype is
         self.views = dict(zip(parameters, views(self.flat, parameters), strict=True))
         self.parts = dict(zip(parameters, views(self.message, parameters), strict=True))
         self.arrived: set[nn.Parameter] = set()

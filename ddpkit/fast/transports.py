@@ -19,7 +19,7 @@ class SharedMemoryTransport:
 
     All such tensors stay in memory as long as this object. Both calls are done when they return, by
     a handle whose wait() does nothing. They ignore their `group`: that given to `zeros` counts.
-    ValueError: a tensor from elsewhere, which the other ranks can't see.
+    ValueError: a tensor from elsewhere, which the other ranks can't see, or a part of one.
     """
 
     def __init__(self):
@@ -48,10 +48,12 @@ class SharedMemoryTransport:
         return DONE
 
     def _of(self, flat: Tensor) -> SharedBuffer:
-        """Return the shared buffer that begins where `flat` does. ValueError: there is none."""
-        if flat.data_ptr() not in self._buffers:
+        """Return the shared buffer that `flat` is the whole of. ValueError: there is none."""
+        buffer = self._buffers.get(flat.data_ptr())
+        if buffer is None or flat.shape != buffer.local.shape:
+            got = "one of this rank's own memory" if buffer is None else "a part of one"
             raise ValueError(
-                "expected a tensor that SharedMemoryTransport.zeros made, got one of this rank's "
-                "own memory. Use it with ddpkit.fast.zero.ZeroOptimizer, which asks for zeros."
+                f"expected a whole tensor that SharedMemoryTransport.zeros made, got {got}. Use it "
+                "with ddpkit.fast.zero.ZeroOptimizer, which asks for zeros and sends all of them."
             )
-        return self._buffers[flat.data_ptr()]
+        return buffer

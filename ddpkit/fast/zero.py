@@ -78,11 +78,17 @@ class Bucket(zero.Bucket):
     def load_state(self, states: list[dict]) -> None:
         """Load this rank's part of the states of all parameters, {name: value} for each.
 
-        ValueError: a value that is kept once for all, as a counter of steps, differs between them.
+        ValueError: some have states and others haven't, or a value that is kept once for all, as a
+        counter of steps, differs between them.
         """
+        if any(state.keys() != states[0].keys() for state in states):
+            got = f"that of {sum(map(bool, states))} of {len(states)}"
+            expected = "expected state of all parameters that share a bucket, or of none"
+            remedy = "Give the others a group of their own, in both optimizers."
+            raise ValueError(f"{expected}, got {got}. {remedy}")
         loaded = {}
         for name, first in states[0].items():
-            values = [state.get(name) for state in states]
+            values = [state[name] for state in states]
             if name != "step" and first.shape == self.parameters[0].shape:
                 flat = self.shard.detach().new_zeros(self.numel)
                 for part, value in zip(self.split(flat), values, strict=True):
@@ -169,7 +175,8 @@ class ZeroOptimizer(zero.ZeroOptimizer):
 
         A plain optimizer's serves as well. Load the module first: master copies that `state_dict`
         lacks are made from its parameters.
-        ValueError: other groups than here; counters of steps that differ within a bucket.
+        ValueError: other groups than here; counters of steps that differ within a bucket, or states
+        that only some of its parameters have.
         """
         super().load_state_dict({**state_dict, "state": {}})
         states = state_dict["state"]

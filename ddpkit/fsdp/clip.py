@@ -1,5 +1,6 @@
 """Clip a gradient of which each rank has a part: for every stage of ZeRO, and for FSDP."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -11,11 +12,14 @@ def clip_grad_norm_(
     """Scale a gradient, in place, to a norm of at most `max_norm`; return the norm that it had.
 
     shards: this rank's parts of it; all ranks' together are the gradient. PyTorch's function of the
-    same name would take them for the whole. They are squared in their dtype: in fp16 a norm of 256
-    overflows, and the gradient becomes 0. Cost: one number all-reduced. Notebook 07.
+    same name would take them for the whole. A rank without any gives an empty tensor, of the
+    others' dtype and kind of device. In fp16 the norm of one rank's shards overflows above 65,504,
+    as in torch, and the gradient becomes 0. Cost: one number all-reduced. Notebook 07.
     """
+    norm = nn.utils.get_total_norm(shards)
+    norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # the square of 256 isn't fp16
     # Squares add up over shards, lengths don't.
-    squared = nn.utils.get_total_norm(shards) ** 2
+    squared = norm**2
     dist.all_reduce(squared, group=group)
     norm = squared.sqrt()
     for shard in shards:

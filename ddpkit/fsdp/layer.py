@@ -75,13 +75,10 @@ class ShardedLinear(nn.Module):
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def reduce_scatter(self, gradients: list[Tensor]) -> Tensor:
-        """Sum the gradients of weight and bias over the ranks; return this rank's part of the sum.
-
-        It is a view, so the whole tensor that was sent stays in memory as long as the part does.
-        """
+        """Sum the gradients of weight and bias over the ranks; return this rank's part, a copy."""
         flat = self.flatten(gradients)
         self.transport.start_reduce_scatter(flat, self.group).wait()
-        return torchs.shard(flat, self.group)
+        return torchs.shard(flat, self.group).clone()  # a view would keep all of `flat` in memory
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
         """Return weight and, if there is one, bias end to end, then zeros to a multiple of W."""

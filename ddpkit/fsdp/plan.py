@@ -105,10 +105,10 @@ def shard_parameters(module: nn.Module, group: ProcessGroup | None) -> dict[str,
     parameters = dict(module.named_parameters())
     tied = places_of(module)
     sharded = {}
-    for name, submodule in module.named_modules():
+    for name, submodule in module.named_modules(remove_duplicate=False):
         materialise(submodule, name)
         prefix = f"{name}." if name else ""
-        for attribute, _ in submodule.named_parameters(recurse=False):
+        for attribute, _ in submodule.named_parameters(recurse=False, remove_duplicate=False):
             first = next(first for first, names in tied.items() if prefix + attribute in names)
             if prefix + attribute == tied[first][-1]:  # all modules that show it have been here
                 parameter = parameters[first]
