@@ -25,14 +25,15 @@ from ddpkit.audit import (
     same_training,
     unchanged,
 )
-from ddpkit.audit.causes import steps_apart
+from ddpkit.audit.causes import steps_apart, written_between
 from ddpkit.audit.finite import function_too_large, product_too_large
 from ddpkit.audit.ratios import apart
 from ddpkit.audit.tape import Step, plain_name
+from ddpkit.audit.whole import whole_tensor
 from ddpkit.ddp import BucketedDDP
 from ddpkit.fsdp import FSDP
 from ddpkit.models import GPT, mean_loss
-from ddpkit.tensor_parallel import ParallelGPT
+from ddpkit.tensor_parallel import ColumnParallelLinear, ParallelGPT
 from ddpkit.zero import ZeroOptimizer
 
 RANKS, MICRO_BATCHES = 3, 2  # unequal, so that a factor has one cause
@@ -295,6 +296,11 @@ def test_what_cannot_be_exact_is_said():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Softmax(-1))
     assert exact(model) == ["1", "3"]
     assert isinstance(model[2], nn.ReLU)
+    smooth = nn.GELU()
+    twice = nn.Sequential(nn.Linear(4, 4), smooth, nn.Linear(4, 4), smooth)
+    assert exact(twice) == []
+    assert [type(part) for part in twice] == [nn.Linear, nn.ReLU] * 2
+    assert exact(smooth) == [""]  # nothing holds it, so nothing can be put in its place
     assert {value for p in model.parameters() for value in p.unique().tolist()} <= {-1.0, 0.0, 1.0}
 
 
@@ -473,7 +479,11 @@ def test_what_is_written_between_two_updates_is_named():
     told = str(compare(run("bias"), [wrong] * 2))
     assert "rank 0, rank 1 changed weight" in told
     assert "the serial run changed bias" in told
+    assert f"{between}rank 0, the serial run changed weight:" in str(compare(wrong, [wrong, right]))
     assert compare(wrong, [wrong, wrong]).fine
+    blind = Step()  # a pipeline's other stage; FSDP's shards
+    assert written_between(1, wrong.steps[1], [wrong.steps[1], blind], {}) == []
+    assert written_between(1, wrong.steps[1], [blind, blind], {}) == []
 
 
 def test_who_skips_has_later_samples_and_that_is_no_reason_to_be_undecided():
@@ -748,6 +758,18 @@ def test_parameters_that_are_given_also_go_into_shards(check, rank):
     check.same([name for name in wanted if not torch.equal(found[name], wanted[name])], [])
 
 
+@on_ranks(4)
+def test_a_split_layer_inside_fsdp_is_put_together_twice(check, rank):
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 7)  # each hand of 4 or 3, and each shard of it, is uneven
+    split = ColumnParallelLinear(layer, rows[rank // 2])
+    model = FSDP(nn.Sequential(split), group=columns[rank % 2])
+    for (path, mine), whole in zip(model.named_parameters(), layer.parameters(), strict=True):
+        check.same(whole_tensor(model, path, mine.detach()), whole, path)
+
+
 # Agreement, numbers, samples, calls
 
 
@@ -775,6 +797,11 @@ def test_agreement_names_tensor_and_rank(check, rank):
     ]
     check.same(found, expected)
     check.same(agree({"norm": torch.tensor(rank // 2), "scale": 2.0}), ["norm: rank 2 differs"])
+    large = torch.zeros(10_000)
+    large[5_000] = rank // 2
+    check.same(agree({"state": {"x": [large]}}), ["state.x.0: rank 2 differs"])
+    optimizer.state[model[1].bias]["old_dirs"] = [large]  # as LBFGS keeps them
+    check.same(agree(model, optimizer)[-1], "old_dirs of 1.bias.0: rank 2 differs")
     alone = dist.new_group([1, 2])
     if rank:
         check.same(agree(model, group=alone)[0], "parameter 0.weight: the two ranks differ")
@@ -809,6 +836,29 @@ def test_the_first_nan_is_named():
     for watched in (finite(model), finite()):
         with pytest.raises(NotFinite, match=r"the gradient that .*Root"), watched:
             model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_changed_in_place_is_checked_and_stays_what_it_is(whole):
+    torch.manual_seed(0)
+    model = nn.Sequential(Root(), nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    x = torch.ones(4, 2, requires_grad=True)
+    due = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    with finite(model if whole else None):
+        found = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    assert all(map(torch.equal, found, due))
+    finite_came = r"Root\) hands back has inf; the one that came to it is finite, at most"
+    with pytest.raises(NotFinite, match=finite_came), finite(model if whole else None):
+        model(torch.zeros(4, 2, requires_grad=True)).sum().backward()
+
+
+def test_a_gradient_is_of_the_module_that_hands_it_back():
+    innocent, x = nn.Identity(), torch.zeros(2, requires_grad=True)
+    with finite(innocent):
+        (innocent(x) + x.sqrt()).sum().backward()
+    came = r"\(Identity\) hands back has inf, and the one that came to it is not finite either"
+    with pytest.raises(NotFinite, match=came), finite(innocent):
+        innocent(x).sqrt().sum().backward()
 
 
 @on_ranks(3)

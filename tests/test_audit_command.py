@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ddpkit.audit import command
+from ddpkit.audit import Tape, command
 
 SCRIPT = """\
 import sys
@@ -219,6 +219,36 @@ def test_bad_input_is_told_in_a_sentence(tmp_path, capsys):
     fails.write_text("import sys\nsys.exit('no data')\n")
     assert command.main([str(fails), str(empty)]) == 2
     assert "fails.py failed on one rank, exit code 1:\nno data" in capsys.readouterr().err
+
+
+def test_where_no_optimizer_steps_nothing_is_decided(script, monkeypatch, capsys):
+    monkeypatch.setattr(command, "tapes", lambda *_, **__: [Tape(1)])
+    assert command.main([script]) == 2
+    assert "nothing to compare: no optimizer stepped" in capsys.readouterr().out
+
+
+def test_a_run_apart_writes_into_copies_but_for_large_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "LARGE", 6)
+    for name, text in {"small": "small", "large": "larger", "within/small": "small"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "lost").symlink_to("nowhere")
+    (tmp_path / "run").mkdir()  # the temporary folder may be in this one
+    apart = command.linked(tmp_path / "run" / "apart")
+    assert sorted(path.name for path in apart.iterdir()) == ["large", "lost", "small", "within"]
+    links = {path.name for path in apart.rglob("*") if path.is_symlink()}
+    assert links == {"large", "lost"}
+    with pytest.raises(command.CannotTell, match=r"expected to copy all of .*: run it in a folder"):
+        command.linked(tmp_path / "run" / "apart")
+
+
+@pytest.mark.wide
+def test_a_rank_that_leaves_no_tape_has_not_run_out_of_time(tmp_path):
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(0)\n")
+    options = command.parse([str(tmp_path / "leaves.py")])
+    with pytest.raises(command.CannotTell, match=r"though exit code 0: does it call os\._exit"):
+        command.tapes(options.serial, [], 1, False, options, alone=True)
 
 
 def test_the_command_is_there():

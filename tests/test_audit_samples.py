@@ -122,6 +122,7 @@ def test_a_row_has_a_name_of_all_its_tensors():
     assert one == names_of((DATA[:1].clone(), torch.zeros(1)))[0]
     empty = names_of((torch.zeros(2, 0),))
     assert len(empty) == 2
+    assert names_of((torch.zeros(0, 3), torch.zeros(0))) == []
 
 
 def test_data_are_tensors_without_gradient_and_of_one_length():

@@ -101,6 +101,15 @@ def test_nothing_is_said_where_nothing_can_be_told():
     assert shares(list(SHAPES), Step(gradients=added([0.25, 0.75])), lost) == ""
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_nothing_is_said_where_a_number_is_not_finite(number):
+    serial, steps = Step(gradients=added([0.25, 0.75])), steps_of([0.5, 0.5])
+    steps[0].parts[0]["bias"][0] = number
+    assert shares(list(SHAPES), serial, steps) == kept(list(SHAPES), steps) == ""
+    serial.gradients["bias"][0] = number
+    assert shares(list(SHAPES), serial, steps_of([0.5, 0.5])) == ""
+
+
 def kept_of(*counts):
     """What is said of two ranks of two micro-batches; `counts`: the weights of all, by rank."""
     steps = steps_of(counts[0], number=2)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, tensor
@@ -67,13 +68,16 @@ def test_a_state_dict_that_is_not_copied_follows_what_is_live():
     [
         (torch.ones(2), torch.ones(2).double(), "torch.float64 (2,), was torch.float32 (2,)"),
         (torch.ones(2), torch.ones(3), "torch.float32 (3,), was torch.float32 (2,)"),
-        (torch.ones(1), 1.0, "1.0, was tensor([1.])"),
+        (torch.ones(2), 1.0, "1.0, was tensor([1., 1.])"),
         (20, 10, "10, was 20"),
         (20, 0, f"0, was 20 ({AT_ZERO})"),
         (20.0, 0.0, "0.0, was 20.0"),
         (tensor(20.0), tensor(0.0), f"×0 ({AT_ZERO})"),
         (1, True, "True, was 1"),
         (True, False, "False, was True"),
+        (float("nan"), 1.0, "1.0, was nan"),
+        (np.ones(2), np.array([2.0, 2.0]), "×2"),
+        (np.ones(4, dtype=np.uint32), np.zeros(4, dtype=np.uint32), f"×0 ({ALL_ZERO})"),
         (tensor([1.0, torch.nan]), tensor([2.0, torch.nan]), "×2"),
         (torch.ones(2), tensor([1.0, torch.nan]), "1 of 2 numbers are NaN or inf"),
         (tensor(2.0), tensor(1.0), "×0.5"),
@@ -110,7 +114,12 @@ def test_a_value_that_differs_is_told(was, now, told):
     assert same_state({"a": (was,)}, {"a": [was]}) == []
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1.0, torch.nan]), float("nan"), None, "text", {}])
+ARRAYS = np.array([1.0, np.nan]), np.arange(3, dtype=np.uint32)[::-1], np.array(["a", None])
+
+
+@pytest.mark.parametrize(
+    "value", [tensor([1.0, torch.nan]), float("nan"), None, "text", {}, ARRAYS]
+)
 def test_what_is_the_same_is_not_told(value):
     assert same_state({"a": value}, copy.deepcopy({"a": value})) == []
 

@@ -278,6 +278,9 @@ def kind_of(name, *kinds, shape=(2, 3, 4), args=(), **kwargs):
         (PARTIAL, "sum", [sharded(-1)], ()),
         (sharded(-1), "sum", [sharded(-2)], (-1,)),
         (sharded(-2), "sum", [sharded(-2)], (0,)),
+        (sharded(-2), "sum", [sharded(-2)], (-1, True)),
+        (PARTIAL, "sum", [sharded(-2)], (1, True)),
+        (sharded(-1), "softmax", [sharded(-1)], (-2,)),
         (sharded(-1), "add", [sharded(-1), OPEN], ()),
         (sharded(-1), "add", [sharded(-1), None], ()),
         (VARYING, "add", [sharded(-1), VARYING], ()),
@@ -311,6 +314,9 @@ def test_rules(expected, name, kinds, args):
         ("add", [REPLICATED, sharded(-1)], ()),
         ("add", [sharded(-1), sharded(-2)], ()),
         ("softmax", [sharded(-1)], (-1,)),
+        ("log_softmax", [sharded(-1)], (None,)),
+        ("softmax", [sharded(-2)], (1,)),
+        ("softmax", [PARTIAL], (-1,)),
         ("layer_norm", [sharded(-1)], ((4,),)),
         ("dropout", [PARTIAL], (0.5, True)),
     ],
@@ -318,3 +324,10 @@ def test_rules(expected, name, kinds, args):
 def test_what_is_of_no_kind(name, kinds, args):
     with pytest.raises(Untyped):
         kind_of(name, *kinds, args=args)
+
+
+def test_a_tensor_that_is_given_by_name_counts():
+    x, given = torch.ones(2, 3), {"other": torch.ones(2, 3)}
+    assert result("add", (x,), given, {x: None, given["other"]: sharded(-1)}.get) == sharded(-1)
+    with pytest.raises(Untyped, match=r"partial \+ a constant is of no kind"):
+        result("add", (x,), given, {x: None, given["other"]: PARTIAL}.get)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..tensor_parallel.split import SplitLayer
+from .state import leaves
 
 
 def agree(
@@ -26,7 +27,8 @@ def agree(
     dropout masks. DTensors and the parameters of split layers are left out; `ddpkit.fsdp`'s shards
     aren't. Each entry names the ranks that differ from the majority: "parameter head.weight: rank 2
     differs". A mapping {name: value} in the module's place is looked at alone: a norm, a loss
-    scale, a state_dict without dicts inside. Values that aren't tensors are compared by `repr`.
+    scale, a state_dict, whose dicts and lists are entered: "state.0.step: rank 2 differs". Values
+    that aren't tensors are compared by `repr`.
 
     Every rank of the group must call. Cost: an all_gather_object of a name and 32 bytes a tensor.
     """
@@ -56,7 +58,7 @@ def replicated(
 ) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of all that `agree` compares. module, optimizer, random: as there."""
     if isinstance(module, Mapping):
-        yield from module.items()
+        yield from leaves(module)
         return
     names = {}
     for path, parameter in module.named_parameters():
@@ -78,7 +80,7 @@ def replicated(
         for parameter in options["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if parameter in names:
-                    yield f"{key} of {names[parameter]}", value
+                    yield from leaves(value, f"{key} of {names[parameter]}")
     if random:
         yield "state of the CPU's random numbers", torch.get_rng_state()
 

@@ -5,6 +5,7 @@ output that differs. `ours` is a `Step` of the serial run, `theirs` that step on
 are looked up by their serial names, so a parallel model with other names gets fewer causes.
 """
 
+from itertools import chain
 from math import log2
 
 import torch
@@ -49,23 +50,29 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
 
 
 def written_between(step: int, ours: Step, theirs: list[Step], rename: dict[str, str]) -> list[str]:
-    """Return sentences on parameters that only a rank, or the serial run, changed between updates.
+    """Return sentences on parameters that some runs, ranks or the serial one, changed, others not.
 
-    The updates are those of steps `step` - 1 and `step`. What the serial run changed and any rank
-    didn't counts as the serial run's alone. rename: {a name of the parallel model: the serial one}.
+    They changed between the updates of steps `step` - 1 and `step`. A rank counts among the others
+    if its own backward gives a gradient of the parameter: what is written into FSDP's shards, or
+    DTensors, isn't noted. rename: {a name of the parallel model: the serial one}.
     """
-    due = set(ours.written)
-    by_names: dict[tuple[str, ...], list[str]] = {}
+    changed = {}
+    seen = {}
     for rank, taken in enumerate(theirs):
-        names = {rename.get(name, name) for name in taken.written}
-        by_names.setdefault(tuple(sorted(names - due)), []).append(f"rank {rank}")
-        by_names.setdefault(tuple(sorted(due - names)), []).append("the serial run")
-    by_names.pop((), None)
+        changed[f"rank {rank}"] = {rename.get(name, name) for name in taken.written}
+        seen[f"rank {rank}"] = {rename.get(name, name) for name in chain(*taken.parts)}
+    changed["the serial run"] = set(ours.written)
+    seen["the serial run"] = set(ours.parameters)
+    told: dict[str, list[str]] = {}
+    for name in sorted(set().union(*changed.values())):
+        who = [run for run, names in changed.items() if name in names]
+        if any(name in seen[run] for run in changed if run not in who):
+            told.setdefault(", ".join(who), []).append(name)
     between = f"between the updates of steps {step - 1} and {step}"
     return [
-        f"{between}, {', '.join(dict.fromkeys(who))} changed {', '.join(names[:SHOWN])}: "
+        f"{between}, {who} changed {', '.join(names[:SHOWN])}: "
         "what writes there (a checkpoint that is loaded, an average, a broadcast)?"
-        for names, who in by_names.items()
+        for who, names in told.items()
     ]
 
 

@@ -9,9 +9,10 @@ It compares gradients and parameters in the first --steps updates. Both runs mus
 use the same samples in each step, whatever the number of ranks. For scripts that don't: --seed 0
 seeds them, alike on all ranks; --ranks-samples feeds the run on one rank what the ranks fed to
 their models; --ranks-parameters gives it the weights that they began with; --apart gives each run a
-folder of its own, with links to the files of this one, so that none loads a file that another made.
-All runs but a separate serial script's are under torchrun and `ddpkit.debug`, which explains hangs.
-Exit code: 0 the same training; 1 not the same, or no optimizer stepped; 2 undecided, or a run
+folder of its own, with copies of the files of this one (of 100 MB or more: with links to them), so
+that none loads a file that another made. All runs but a separate serial script's are under torchrun
+and `ddpkit.debug`, which explains hangs.
+Exit code: 0 the same training; 1 not the same; 2 undecided, or no optimizer stepped, or a run
 failed, for a reason that is printed.
 """
 
@@ -41,6 +42,8 @@ from .tape import Tape
 LOOK_S = 0.1
 GRACE_S = 5.0  # for torchrun to end its ranks
 LINES = 20  # that are shown of a failed script's output
+SHOWN = 300  # characters of an error that may name thousands of files
+LARGE = 100_000_000  # bytes: a file from here on is linked, not copied
 TORCHRUN = re.compile(r"[EWI]\d{4} |Traceback ")  # how its log, or its traceback, begins
 
 
@@ -70,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--serial-args", type=shlex.split, metavar="ARGS", help=alone)
     rename = "a parameter of the parallel model, and what it is called in the serial one"
     parser.add_argument("--rename", action="append", default=[], metavar="NAME=NAME", help=rename)
-    apart = "each run in a folder of its own, with links to what is here"
+    apart = "each run in a folder of its own, with copies of what is here"
     parser.add_argument("--apart", action="store_true", help=apart)
     parser.add_argument("--no-sgd", action="store_true", help="with the script's optimizer only")
     options = parser.parse_args(own)
@@ -91,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ddpkit.audit: {reason}", file=sys.stderr)
         return 2
     print(report)
-    if report.undecided:
+    if report.undecided or report.steps == 0:
         return 2
     return 0 if report.fine else 1
 
@@ -166,7 +169,7 @@ def tapes(
     sgd: put plain SGD in the place of AdamW and its like. alone: run plain Python, as one rank.
     given: {"samples": as `samples_of` returns them, "parameters": {name: value}}, for the script to
     use in the place of its own; either may be left out. None: --ranks-samples keeps the rows.
-    CannotTell: the script failed, or a rank's tape is missing in the end.
+    CannotTell: the script failed, a rank's tape is missing in the end, or --apart can't copy.
     """
     with tempfile.TemporaryDirectory(prefix="ddpkit-audit-") as folder:
         for name, value in (given or {}).items():
@@ -194,20 +197,29 @@ def tapes(
             finally:
                 end(process)
         found = sorted(Path(folder).glob("*.tape"), key=lambda path: int(path.stem))
-        if process.returncode and (ended or len(found) < ranks):
+        if len(found) < ranks or (process.returncode and ended):
             raise CannotTell(failure(script, ranks, process.returncode, ended, output, options))
-        if len(found) < ranks:
-            raise CannotTell(f"{script} made no {options.steps} steps in {options.timeout:g} s")
         return [pickle.loads(path.read_bytes()) for path in found]
 
 
 def linked(folder: Path) -> Path:
-    """Make `folder`, with copies of the current one's subfolders and links to its files; return it.
+    """Make `folder`, with copies of the current one's files and subfolders; return it.
 
-    Hidden ones are left out. A script that writes to an existing file writes through the link.
+    Hidden ones are left out, and the folder that `folder` is in, which may be in the current one.
+    Files of 100 MB (`LARGE`) or more are linked: what a script writes to one is in the original.
+    CannotTell: a file can't be copied.
     """
-    hidden = shutil.ignore_patterns(".*")
-    return shutil.copytree(Path.cwd(), folder, ignore=hidden, copy_function=os.symlink)
+    without = shutil.ignore_patterns(".*", folder.parent.name)
+    try:
+        return shutil.copytree(Path.cwd(), folder, ignore=without, copy_function=copy_or_link)
+    except OSError as error:
+        what = f"--apart expected to copy all of {Path.cwd()}, got {str(error)[:SHOWN]}"
+        raise CannotTell(f"{what}: run it in a folder that has the script's files alone") from None
+
+
+def copy_or_link(source: str, target: str) -> None:
+    small = os.path.isfile(source) and os.path.getsize(source) < LARGE
+    (shutil.copy2 if small else os.symlink)(source, target)
 
 
 def wait(process, folder: str, ranks: int, options: argparse.Namespace) -> bool:
@@ -263,6 +275,9 @@ def what_it_said(output: str) -> str:
 def failure(script, ranks, code, ended, output, options) -> str:
     if not ended:
         return f"{script} made no {options.steps} steps in {options.timeout:g} s"
+    if code == 0:
+        got = f"expected a tape from every rank of {script}, got none from one, though exit code 0"
+        return f"{got}: does it call os._exit? Let it end as Python does"
     tail = what_it_said(output.read_text(errors="replace"))
     where = f"on {ranks} ranks" if ranks > 1 else "on one rank"
     return f"{script} failed {where}, exit code {code}:\n{tail}"

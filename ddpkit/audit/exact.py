@@ -25,7 +25,8 @@ def exact(model: nn.Module, seed: int = 0) -> list[str]:
 
     Parameters become integers from -1 to 1, in float64, drawn in order from `seed`; tied ones stay
     tied. Modules in SMOOTH become ReLU, and nn.Dropout drops nothing; those in INEXACT stay, and
-    are named. Other modules (nn.Mish) and functions (`F.gelu`) stay, and aren't named.
+    are named, as does the model itself, as "", if it is one in SMOOTH. Other modules (nn.Mish) and
+    functions (`F.gelu`) stay, and aren't named.
     """
     generator = torch.Generator().manual_seed(seed)
     model.double()
@@ -33,12 +34,12 @@ def exact(model: nn.Module, seed: int = 0) -> list[str]:
         values = torch.randint(-1, 2, parameter.shape, generator=generator)
         parameter.data = values.to(parameter.device, torch.float64)
     left = []
-    for path, module in list(model.named_modules()):
-        if isinstance(module, SMOOTH):
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, SMOOTH) and path:
             model.set_submodule(path, nn.ReLU())
         elif isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, INEXACT):
+        elif isinstance(module, (SMOOTH, INEXACT)):
             left.append(path)
     return left
 

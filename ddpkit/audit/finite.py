@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -24,7 +23,6 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
     backward the gradients of their inputs, but not of their parameters. The error names rank,
     module and, in forward, which of its calls it was, and says whether its inputs were finite.
     module: its parts are checked; None: every module that is called, named by its type alone.
-    RuntimeError, by torch: a checked tensor is changed in place, as by nn.ReLU(inplace=True).
     Cost: each of these tensors is read once more, and the program waits for the GPU each time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -37,6 +35,12 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
             return f"a module ({kind})"
         return f"module {paths[part]} ({kind})" if paths[part] else f"the model ({kind})"
 
+    def on_call(part, inputs):
+        # A view's gradient is what this call hands back, without what other users of x do.
+        if is_leaf(part):
+            return tuple(x.view_as(x) if wants_gradient(x) else x for x in inputs)
+        return inputs
+
     def on_output(part, inputs, output):
         if is_leaf(part):
             calls[part] = calls.get(part, 0) + 1
@@ -45,26 +49,38 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
             product = partial(product_too_large, parameters=parameters)
             hint = product if parameters else function_too_large
             complain(where, tensors(output), tensors(inputs), "its inputs are", hint)
+            on_gradients(part, inputs, output)
 
-    def on_gradient(part, to_inputs, of_outputs):
-        if is_leaf(part):
+    def on_gradients(part, inputs, output):
+        due = [*filter(wants_gradient, tensors(inputs))]
+        number = len(due)
+        came, handed_back = [], []
+
+        def on_gradient(gradient):
             where = f"rank {rank}: the gradient that {told(part)} hands back"
             hint = partial(product_too_large, parameters=[*part.parameters()])
-            came = "the one that came to it is"
-            complain(where, tensors(to_inputs), tensors(of_outputs), came, hint)
+            complain(where, [gradient], came, "the one that came to it is", hint)
+            handed_back.append(True)
+            if len(handed_back) == number:  # or what came would stay as long as the graph
+                came.clear()
+                handed_back.clear()
+
+        # Hooks of tensors, not of the module: those forbid that a tensor is changed in place.
+        if due:
+            for x in filter(wants_gradient, tensors(output)):
+                x.register_hook(came.append)
+        for x in due:
+            x.register_hook(on_gradient)
 
     handles = []
     for part in filter(is_leaf, paths):
+        handles.append(part.register_forward_pre_hook(on_call))
         handles.append(part.register_forward_hook(on_output))
-        handles.append(part.register_full_backward_hook(on_gradient))
     if module is None:
+        handles.append(modules.register_module_forward_pre_hook(on_call))
         handles.append(modules.register_module_forward_hook(on_output))
-        handles.append(modules.register_module_full_backward_hook(on_gradient))
     try:
-        with warnings.catch_warnings():
-            # Torch warns of layers whose inputs want no gradient: there is none to be checked.
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -118,6 +134,10 @@ def function_too_large(x: Tensor) -> str:
     if largest([x]) > math.sqrt(most):
         return f": in {x.dtype} squares are inf from {math.sqrt(most):.3g} on"
     return ""
+
+
+def wants_gradient(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 
 def tensors(values: object) -> list[Tensor]:

@@ -66,11 +66,11 @@ SCALES = {"mul", "div", "__mul__", "__truediv__", "__rmul__", "mul_", "div_"}
 def result(name: str, args: tuple, kwargs: dict, known: Known) -> Kind | None:
     """Return the kind of an operation's result; Untyped, with the reason, if the kinds don't fit.
 
-    name: of the function, as "linear"; its rule is in `RULES`, or is `combined`, which overlooks
-    kwargs. known: returns a tensor's kind, None for a constant or anything else.
+    name: of the function, as "linear"; its rule is in `RULES`, or is `combined`. known: returns a
+    tensor's kind, None for a constant or anything else.
     """
     rule = RULES.get(name)
-    return rule(args, kwargs, known) if rule else combined(name, args, known)
+    return rule(args, kwargs, known) if rule else combined(name, (*args, *kwargs.values()), known)
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:
@@ -189,22 +189,31 @@ def gathered(args: tuple, kwargs: dict, known: Known) -> Kind | None:
 
 
 def normalised(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Return the kind of a norm's result, or of a softmax's, whose `dim` is taken to be the last.
+    """Return the kind of a norm's result.
 
     Untyped: x is partial, or cut along a dimension that is normalised.
     """
     x = args[0]
-    sizes = argument(args, kwargs, 1, "normalized_shape", 1)
-    dims = range(-len(sizes), 0) if isinstance(sizes, tuple | list | type(x.shape)) else [-1]
+    sizes = argument(args, kwargs, 1, "normalized_shape")
     kind = known(x)
-    if kind is not None and kind.dim in dims:
+    if kind is not None and kind.dim in range(-len(sizes), 0):
         raise Untyped(f"a norm over dimension {kind.dim}, of which each rank has a part")
     more = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
     return combined("a norm", (x, *more), known)
 
 
+def softmax(args: tuple, kwargs: dict, known: Known) -> Kind | None:
+    """Return the kind of a softmax's result, x's. Untyped: x is partial, or cut along its `dim`."""
+    x = args[0]
+    dim = argument(args, kwargs, 1, "dim")
+    kind = known(x)
+    if kind is not None and kind.dim == from_end(-1 if dim is None else dim, x.ndim):
+        raise Untyped(f"a softmax over dimension {kind.dim}, of which each rank has a part")
+    return combined("softmax", (x,), known)
+
+
 def summed(args: tuple, kwargs: dict, known: Known) -> Kind | None:
-    """Return a sum's kind: partial if x's cut is summed, otherwise x's, as if keepdim=False."""
+    """Return a sum's kind: partial if x's cut is summed, otherwise x's."""
     x = args[0]
     kind = known(x)
     if kind is None or kind.dim is None:
@@ -215,6 +224,8 @@ def summed(args: tuple, kwargs: dict, known: Known) -> Kind | None:
     dims = [from_end(d, x.ndim) for d in (dim if isinstance(dim, tuple | list) else [dim])]
     if kind.dim in dims:
         return PARTIAL
+    if argument(args, kwargs, 2, "keepdim", False):
+        return kind
     return sharded(kind.dim + sum(d > kind.dim for d in dims))
 
 
@@ -270,8 +281,8 @@ RULES = {
     "gather": gathered,
     "layer_norm": normalised,
     "rms_norm": normalised,
-    "softmax": normalised,
-    "log_softmax": normalised,
+    "softmax": softmax,
+    "log_softmax": softmax,
     "sum": summed,
     "dropout": dropped,
     "transpose": moved(after_transpose),

@@ -87,7 +87,7 @@ def is_data(x: object, data: tuple[Tensor, ...]) -> bool:
 def names_of(data: tuple[Tensor, ...]) -> list[tuple]:
     """Return a name for each row, (shapes, hash of its bytes), over all tensors of `data`."""
     shape = tuple(tuple(x.shape[1:]) for x in data)
-    columns = [x.detach().cpu().contiguous().view(len(x), -1) for x in data]
+    columns = [x.detach().cpu().contiguous().view(len(x), x.shape[1:].numel()) for x in data]
     return [
         (shape, hashlib.sha256(b"".join(map(raw, row))).digest()[:16])
         for row in zip(*columns, strict=True)

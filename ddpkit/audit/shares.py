@@ -23,9 +23,9 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
     """Return a sentence on how much each micro-batch counts, beside the serial run.
 
     If only one of the two gradients is a sum of what backwards computed, the sentence says that.
-    Returns "" if all count alike, or no weights can be found: gradients are partial or differ
-    between ranks, those of micro-batches are nearly linearly dependent, neither the parallel nor
-    the serial one is their sum, or the difference may be one of roundings.
+    Returns "" if all count alike, or no weights can be found: gradients are partial, not finite, or
+    differ between ranks, those of micro-batches are nearly linearly dependent, neither the parallel
+    nor the serial one is their sum, or the difference may be one of roundings.
 
     names: the tensors whose gradients differ from the serial ones. ours: the serial step.
     theirs: the same step on each rank.
@@ -108,7 +108,8 @@ def backwards(
 
     places: (rank, micro-batch) of each column. names: the tensors in a column, those of `names`
     that all backwards have. columns: (elements, backwards); None if there are fewer than 2 columns
-    or 2 rows a column, if their lengths differ, or if they are nearly linearly dependent.
+    or 2 rows a column, if their lengths differ, if one isn't finite, or if they are nearly linearly
+    dependent.
     """
     places: list[tuple[int, int]] = []
     parts: list[dict[str, Tensor]] = []
@@ -123,14 +124,22 @@ def backwards(
     if len({len(x) for x in found}) > 1 or len(found[0]) < 2 * len(parts):
         return places, None, known
     columns = torch.stack(found, 1)
+    if not columns.isfinite().all():
+        return places, None, known
     sizes = torch.linalg.svdvals(columns)
     return places, columns if sizes[-1] > TOLD_APART * sizes[0] else None, known
 
 
 def elements(gradients: dict[str, Tensor | None], names: list[str]) -> Tensor | None:
-    """Return the elements that `some_of` picks of each gradient, joined; None if one is missing."""
+    """Return the elements that `some_of` picks of each gradient, joined.
+
+    Returns None if a gradient is missing, or an element is NaN or infinite.
+    """
     found = [gradients.get(name) for name in names]
-    return None if any(x is None for x in found) else torch.cat([*map(some_of, found)])
+    if any(x is None for x in found):
+        return None
+    joined = torch.cat([*map(some_of, found)])
+    return joined if joined.isfinite().all() else None
 
 
 def same(a: Tensor, b: Tensor | None) -> bool:

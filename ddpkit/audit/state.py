@@ -12,6 +12,7 @@ from torch import Tensor
 from .ratios import numbered, part_that_differs, ratio
 
 MISSING = object()
+UNSIGNED = torch.uint16, torch.uint32, torch.uint64  # torch hardly computes with them
 ALL_ZERO = "nothing was written into it: another tensor is in use, or it was saved too early"
 PART_ZERO = "nothing was written there: the parts of other ranks or files didn't arrive"
 AT_ZERO = "as at the start: no file was found, or its name was known before it was there"
@@ -21,7 +22,8 @@ def same_state(before: object, after: object) -> list[str]:
     """List the values of `before` that differ in `after`, are missing or are new: [] if none.
 
     before, after: modules, optimizers, or anything else with `state_dict()`; nested dicts and lists
-    of tensors, numbers and text. Empty ones aren't seen; there is no tolerance, but 0 equals -0.
+    of tensors, numbers and text; a NumPy array counts as a tensor, or as a list if it has no
+    numbers. Empty ones aren't seen; there is no tolerance, but 0 equals -0.
     Each entry names the place and how the value differs: "bias: ×2", "state.0.exp_avg: missing". A
     likely cause, if known, is added to the first entry that has it: "experts.weight: rows 2 to 7 of
     8: ×0 (nothing was written there: …)".
@@ -49,6 +51,8 @@ def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (path, value), such as ("state.0.step", 5), of all values inside dicts and lists."""
     if hasattr(state, "state_dict"):
         state = state.state_dict()
+    if type(state).__name__ == "ndarray":
+        state = torch.tensor(state.copy()) if state.dtype.kind in "biufc" else state.tolist()
     inside = dict(enumerate(state)) if isinstance(state, list | tuple) else state
     if not isinstance(inside, Mapping):
         yield path, state
@@ -62,7 +66,7 @@ def difference(was: object, now: object) -> str:
     if was is MISSING or now is MISSING:
         return "missing" if now is MISSING else "new"
     if not isinstance(was, Tensor) or not isinstance(now, Tensor):
-        alike = type(was) is type(now) and (was == now or was != was)  # what was NaN passes
+        alike = type(was) is type(now) and (was == now or (was != was and now != now))  # both NaN
         return "" if alike else f"{now!r}, was {was!r}"
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"{now.dtype} {tuple(now.shape)}, was {was.dtype} {tuple(was.shape)}"
@@ -81,10 +85,14 @@ def difference(was: object, now: object) -> str:
 
 
 def comparable(x: Tensor) -> Tensor:
-    """Return a tensor on the CPU: complex numbers as pairs of real ones, float8 as float32."""
+    """Return a tensor on the CPU: complex numbers as pairs of real ones, float8 as float32.
+
+    Unsigned integers of more than 8 bits become int64.
+    """
     x = x.detach().cpu()
     if x.is_complex():
         return torch.view_as_real(x)
+    x = x.long() if x.dtype in UNSIGNED else x
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 

@@ -18,19 +18,19 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
     """Return a parameter, or its gradient, whole, put together from the parts of all ranks.
 
     path: the parameter's name in `root`. value: this rank's part; None, on all ranks, gives None. A
-    tensor that isn't shared is returned itself. A split layer inside `FSDP` is cut twice: it fails.
+    tensor that isn't shared is returned itself. A split layer inside `FSDP` is put together twice.
     """
     if value is None:
         return None
+    if isinstance(root, FSDP):
+        shape = root.shapes()[path.removeprefix("module.")]
+        length = shape[0] if shape else 1  # a scalar is one row
+        value = gather_rows(value, length, root.group).view(shape)
     owner, _, name = path.rpartition(".")
     layer = root.get_submodule(owner)
     if isinstance(layer, SplitLayer) and name in layer.split:
         dim, hands = layer.split[name]
         return join(value, dim, hands, layer.group)
-    if isinstance(root, FSDP):
-        shape = root.shapes()[path.removeprefix("module.")]
-        length = shape[0] if shape else 1  # a scalar is one row
-        return gather_rows(value, length, root.group).view(shape)
     if hasattr(value, "full_tensor"):  # a DTensor: FSDP2, PyTorch's tensor parallelism
         return value.full_tensor()
     return value
