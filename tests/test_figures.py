@@ -157,6 +157,7 @@ def test_a_silent_run_is_told_in_words():
     assert after == "No rank made a call after its last send: there is nothing to draw."
     unwaited = SimpleNamespace(wire=[[call(0, None, None)], []])
     assert figures.Part(unwaited, "send").begun == [0, math.inf]
+    check_picture(figures.timeline(unwaited))
     both = repr(figures.timeline({"one": silent, "two": sent}))
     assert both == "Timeline. one: every rank: no calls. two: rank 0: 1 send; rank 1: no calls."
 

@@ -174,6 +174,15 @@ def test_groups_made_under_one_number_are_replayed_one_by_one():
     ]
 
 
+def test_what_a_failed_run_forgot_is_not_said_to_be_missing():
+    early = [call(done=1.0, detail="8"), call(op="send", peer=1, channel="0 0>1:0", done=1.0)]
+    late = [call(seq, ranks=(1,), channel="own", done=1.0) for seq in range(SLOTS)]
+    failed = RankError("no", rank=1, output=["", ""], wire=[early, late])
+    assert [event.kind for event in replay(failed) if event.kind != "meet"] == ["send", "failed"]
+    failed.wire[1].pop()
+    assert [event.kind for event in replay(failed)][-2:] == ["stuck", "stuck"]
+
+
 def test_trap_17_ddp_with_one_rank_doing_fewer_steps():
     """It waits in C++, where no mark is left."""
 

@@ -157,6 +157,12 @@ import asyncio, os, signal, time
 from ddpkit.runtime.exits import answer_sigterm
 answer_sigterm(lambda: os._exit(7))
 asyncio.new_event_loop().add_signal_handler(signal.SIGUSR2, print)
+blocked = {signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+if (child := os.fork()) == 0:
+    os._exit(signal.pthread_sigmask(signal.SIG_BLOCK, []) != blocked)
+assert os.waitpid(child, 0)[1] == 0  # a fork leaves the mask as it was
+assert signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked) == blocked
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """

@@ -66,6 +66,7 @@ def test_lists_and_ranks():
     assert units.name_ranks([0, 2, 3, 9]) == "ranks 0, 2, 3 and 9"
     assert units.name_ranks([0, 1], 2) == "every rank"
     assert units.name_ranks(range(1, 64, 4)) == "ranks 1, 5, 9, ..., 61"
+    assert (units.equally_spaced((3, 3)), units.equally_spaced([])) == (None, None)
     assert units.name_group((0, 2)) == "group [0, 2]"
     assert units.name_group(range(9)) == "group [0, 1, 2, ..., 8]"
     assert units.name_group([0, 1, 2, 3, 4, 5, 6, 7, 9]) == "group [0, 1, 2, 3, 4, 5, 6, 7, 9]"

@@ -78,8 +78,9 @@ def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list
 
     A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
     cap. A plan is a list of buckets in the order of sending, each a list of indices into
-    `gradients`. The smallest cap gives every gradient its own bucket; the largest, above the size
-    of all together, puts all of a dtype into one. Of caps with the same plan the largest is taken.
+    `gradients`. Caps of 1, 2, 4, ... bytes are tried, up to the first above the size of all
+    gradients together, which puts all of a dtype into one bucket. Of caps with the same plan, the
+    largest is kept.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """

@@ -42,11 +42,12 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
-    The state has parameters, buffers, and what the optimizer keeps for each element. The optimizer
-    "sign" keeps the sum of all gradients, and only its sign moves a parameter: gradients that are
-    twice too large show in that sum alone. To be called on every rank; of a tensor that several
-    ranks hold, each returns its own copy. Checkpoints are neither read nor written. With
-    `config.exact`, all numbers are integers, and all ranks of all meshes return the same bits.
+    The state has parameters, buffers, and the optimizer's values for each element. To be called on
+    every rank; of a tensor that several ranks hold, each returns its own copy. Checkpoints are
+    neither read nor written. Used to compare meshes: with `config.exact`, all numbers are integers,
+    so that all ranks of all meshes must return the same bits. The optimizer is then "sign", which
+    adds up each parameter's gradients, and moves it against the sign of that sum. If a mesh makes
+    gradients twice too large, parameters and losses stay the same, but the sums in the state don't.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -107,8 +108,8 @@ def sent(run: Run) -> float:
 
     In a launch of `weigh` these are the bytes of the second training step. They are computed from
     the sizes in the records of rank 0's calls: an all_reduce of 8 bytes among 4 ranks, for example,
-    counts 2 × 3/4 × 8 = 12. A broadcast from rank 0 counts the bytes that all ranks send for it,
-    one from another rank counts 0.
+    counts 2 × 3/4 × 8 = 12. A broadcast is charged to its root alone: from rank 0 it counts 3 × 8,
+    the bytes that all ranks send for it together, and from another rank 0.
 
     run: what `launch` returned.
     ValueError: rank 0 made no barrier. KeyError: afterwards it made a call for which no count is

@@ -66,7 +66,8 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 
     results: a `ddpkit.bench.results.Results`. Two kinds of them have no bar. A ceiling, such as
         "memcpy", merely moves the bytes: it is a black mark on the bar of each result that names it
-        as its `ceiling`. The baseline's second measurement ("gloo again") isn't drawn.
+        as its `ceiling`. The baseline, with which the others are compared, was timed twice; its
+        second time ("gloo again"), which shows differences by chance, isn't drawn.
     value: function of (result, seconds) that returns the height of a bar, or of the mark on it. The
         seconds are the median time of that result, or of its ceiling.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
@@ -255,7 +256,7 @@ def bucket_timeline(
     sizes: for each gradient, its bytes.
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
-    longest_s: the least number of seconds on the time axis, so that pictures can share a scale.
+    longest_s: the time axis is at least this long, in seconds, so pictures can share a scale.
     ValueError: no gradients, or one isn't in exactly one bucket or lacks a time or a size, or
         `world_size` is below 1.
 
@@ -355,7 +356,10 @@ def _say(grad: Sequence[float] | str | None) -> str:
 
 
 def _box(axes, x: float, y: float, width: float, text: str, fill: str) -> None:
-    """Draw a box from `x` to `x + width`, centred on `y`, with its text; in units of the axes."""
+    """Draw a box from `x` to `x + width`, 0.7 high around `y`, with `text` in its middle.
+
+    axes: matplotlib's chart; numbers are in its units. fill: the colour of the box.
+    """
     axes.barh(y, width, 0.7, x, color=fill, ec="black")
     page.write_on(axes, x + width / 2, y, text, fill)
 
@@ -519,10 +523,10 @@ def fitted(
     sets of points.
 
     fit: the model, which predicts seconds from bytes.
-    measured: the measurements that the model was fitted to, drawn as full points. All have the
-        algorithm and the number of ranks of the first one; so have those of `held_out`.
-    held_out: measurements, at least one, that the model wasn't fitted to, drawn as hollow points,
-        which show whether it predicts.
+    measured: the measurements that the model was fitted to, drawn as full points. These and
+        `held_out` must all be of one algorithm, with one number of ranks, which isn't checked.
+    held_out: measurements, at least one, that the model wasn't fitted to, drawn as hollow points:
+        if they lie on the line, the model predicts sizes that it hasn't seen.
     title: the heading, also of the alt text; it should say so if the link was emulated.
 
     The alt text counts the points, and states no time unless the title does. Used in notebook 02.
@@ -562,16 +566,16 @@ def crossing(
     measured: Sequence[cost.Measurement],
     title: str,
 ) -> Picture:
-    """Draw the predicted times of several algorithms against tensor size, and mark the fastest.
+    """Draw several algorithms' predicted times by tensor size, and mark where the fastest changes.
 
     A circle and a dashed line mark each size from which on another algorithm is the fastest. Both
-    axes are logarithmic. Sizes go from 1 kB to 10 MB, or farther: to the smallest and the largest
-    that was measured, and to 1/30 and 30 times each marked size.
+    axes are logarithmic. Sizes go from 1 kB to 10 MB; the range is extended if a measurement lies
+    outside, and on either side of a mark at size s it reaches at least to s/30 and 30·s.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     world_size: the number of ranks.
-    measured: times with this number of ranks; those of these algorithms are drawn as points.
+    measured: times with this number of ranks, drawn as points; other algorithms' aren't drawn.
     title: the heading, also of the alt text; it should say so if the link was emulated.
 
     The alt text names the fastest algorithms, from small sizes to large, and states no number but
@@ -679,11 +683,11 @@ def tries(
 ) -> Picture:
     """Draw a reader's tries at an exercise that is scored by two numbers, both better when smaller.
 
-    made: the two scores (x, y) of each try, in order, at least one; a line connects them. A try is
-        hollow if one with other scores is at least as good in both.
+    made: the two scores (x, y) of each try, in order, at least one; a line connects them. The point
+        of a try is hollow if another try is better in one score, and no worse in the other.
     labels: the names of x and y, with their units.
     par: the x that the library's own solution reaches, drawn as a dashed line; None for no line.
-    bound: the smallest x that is possible; the area below it is grey. None for no area.
+    bound: the smallest x that is possible; the area to its left is grey. None for no area.
     """
     figure, (axes,) = chart("Your tries", 330)
     xs, ys = zip(*made, strict=True)

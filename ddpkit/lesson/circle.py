@@ -20,9 +20,9 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
     It can if there are 3 to 8 ranks, and if in each hop (messages that travel at the same time)
-    every rank sends one message to its right neighbour: rank + 1 or, for the last rank, 0. The
-    message must lie in the rank's first buffer: of the storages that the records of its calls keep,
-    the first that it used. In the end no first buffer may hold more elements than there are ranks.
+    every rank sends one message to its right neighbour: rank + 1 or, for the last rank, 0. Each
+    message must lie in its sender's first buffer, whose elements `launch(..., keep_values=True)`
+    must have recorded. In the end no first buffer may hold more elements than there are ranks.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of at least one frame gives False.
@@ -54,10 +54,10 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
     """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
-    The first buffer is the storage of the first tensor that the rank sent or received; only a run
-    with keep_values has one. Its elements are listed by index. The owner of an element is the rank
-    that the number came from, a frozenset of ranks if it is the sum of their numbers, or None if
-    that isn't known.
+    The first buffer is the storage of the first tensor that the rank sent or received; the run
+    needs `launch(..., keep_values=True)`, which records the elements. They are listed by index. The
+    owner of an element is the rank that the number came from, a frozenset of ranks if it is the sum
+    of their numbers, or None if that isn't known.
     """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
@@ -77,8 +77,8 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
     frame: one that `film.hop_by_hop` returns, for a hop (messages that travel at the same time) or
-        for the end, of a run that `is_round`. The picture's alt text is that of its event, such as
-        "hop 1: rank 0 sends [1] to rank 1, 1 sends [10] to rank 2, ...".
+        for the end, of a run that `is_round` accepts. The picture's alt text is `frame.event.text`,
+        such as "hop 1: rank 0 sends [1] to rank 1, 1 sends [10] to rank 2, ...".
     title: the text above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)

@@ -116,10 +116,11 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 def sent(run) -> tuple[int, int, int]:
     """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
 
-    The bytes are those that rank 0 sends, computed from the records of its calls. A message's bytes
-    count once. With W ranks, an all-gather's count W − 1 times, since they go to all others. Any
-    other collective's tensor has a part for each rank, and all but rank 0's own count. The number
-    of calls is that of both passes together, without receives and the barrier.
+    The bytes that rank 0 sends to the others are computed from its calls' records, not measured.
+    With W ranks, a message counts as the bytes of its tensor, and an all-gather as W − 1 times the
+    bytes of rank 0's shard. An all-to-all or reduce-scatter counts as (W − 1)/W of the bytes of its
+    tensor, because rank 0's own part stays. The number of calls is that of both passes together,
+    without receives and the barrier.
 
     run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
     """
@@ -255,8 +256,8 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
     """Return how much a rank sends in the forward pass, as a multiple of one head's keys.
 
-    One head's keys on a rank are (tokens of the rank) × (numbers of a head). The bytes that the
-    rank sends are the result times the bytes of these.
+    The unit is the bytes of one head's keys for the tokens of one rank. For example, the result is
+    48.0 for a ring of 4 ranks with 8 kv_heads: keys and values, 8 heads, 3 hops.
 
     scheme: "ring" for ring attention; anything else for two all-to-alls. In the first, each rank
         gives away q, k and v of its own tokens, and gets those of all tokens for 1/W of the heads.
@@ -313,12 +314,13 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
     """Draw how a router shares tokens out to experts, step by step; a panel for each training.
 
     A token's choices are the experts that it is sent to, one or more; a share is the part of a
-    step's choices that fall on one expert. An expert's index is written on its band if the share is
-    over 6 % at the end. Colours repeat after 8 experts. The alt text says how many times its fair
-    share the fullest expert has at the end.
+    step's choices that fall on one expert. A panel is a stack of bands, one for each expert and as
+    high as its share, averaged over 8 steps at a time (`EVERY`). Bands over 6 % at the right end
+    have the expert's index. Colours repeat after 8 experts. The alt text states the largest share
+    of the last 8 steps, in multiples of the average share of an expert.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
-        add up to 1. The number of steps is a multiple of `EVERY` (8); the mean of each 8 is drawn.
+        add up to 1. The number of steps is a multiple of 8.
     """
     figure, panels = chart("Share of all choices, by expert", 420, columns=len(shares), sharey=True)
     said = []

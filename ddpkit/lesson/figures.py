@@ -128,8 +128,8 @@ def _say_rows(rows: Sequence[list | None]) -> str:
 def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
     """Group the ranks that have the same text; return [(the ranks in words, their text)].
 
-    The words are like "ranks 0 and 2", or "every rank" if there are several, all with the same
-    text. Groups are in the order of their lowest ranks.
+    The words are like "rank 1" or "ranks 0 and 2"; a group of all ranks, if there are two or more,
+    is "every rank". Groups are in the order of their lowest ranks.
 
     texts: the text of each rank, in the order of ranks.
     """
@@ -211,7 +211,9 @@ def traffic(run_or_runs) -> Picture:
 def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
     """Return two texts about a run: the bytes sent in all, and the busiest ranks with their bytes.
 
-    A rank's bytes are those sent plus those received; equals are all named, unless all have 0.
+    For example ("total sent 48 B", "busiest: rank 1, 32 B in and out"), where 32 B are those that
+    rank 1 sent plus those it received. Ranks that share the highest number are all named. If no
+    rank sent or received a byte, the texts are ("no messages", "so no busiest rank").
 
     sent, received: for each rank, the bytes that it sent, and the bytes that it received.
     """
@@ -229,10 +231,11 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 def hops(run) -> Picture:
     """Draw the messages of a run as arrows between ranks, a row for each hop.
 
-    Messages that can travel at the same time share a hop. If the sender or the receiver of a
-    message had finished others when it began with this one, the message is one hop later than the
-    last of those; otherwise it is in hop 1. Only messages with a recorded send and receive are
-    drawn, so none inside torch's own collectives. The alt text lists them.
+    Messages that can travel at the same time share a hop. A message is in hop 1 if neither its
+    sender nor its receiver had completed a message before it began this one. Otherwise it is one
+    hop after the highest hop of those, as when a rank forwards what it received. Only messages with
+    a recorded send and receive are drawn, so none inside torch's own collectives. The alt text
+    lists the messages.
 
     run: what `launch` returned.
     """
@@ -287,7 +290,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
         since = f" after its last {after}" if after else ""
         return in_words(f"No rank made a call{since}: there is nothing to draw.")
     ranks = [len(part.wire) for part in shown.values()]
-    longest = max(part.end - part.start for part in shown.values())
+    longest = max(part.end - part.start for part in shown.values()) or 1e-3
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / sum(ranks))  # pixels of a rank
     height = max(260, 110 + 36 * len(ranks) + tall * sum(ranks))
     figure, panels = chart("", height, len(ranks), sharex=True, height_ratios=ranks)
@@ -334,8 +337,8 @@ class Part:
     run: what `launch` returned. after: the name of an operation, such as "broadcast"; None for the
         whole run.
     wire: for each rank, the records of its calls in this part.
-    begun: for each rank, the end of that last call; if it made none, the time at which it made its
-        first call, or inf if it made no call at all.
+    begun: for each rank, the end of that last call, or its beginning if no end is recorded; if the
+        rank made none, the time at which it made its first call, or inf without any call.
     start, end: the earliest time in `begun`, and the latest in this part's records (0.0 if none).
     link: the network that the launch emulated, in words; "" if there was none.
     calls: how often each rank called each operation in this part, in words.
@@ -414,9 +417,9 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     that ends first lies in front, so that the longer one stays visible after it. Return {initials:
     name of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
-    part: what of the run is drawn. longest: the seconds that the time axis spans.
-    named: write the operation's name on each box that has room for it, or its initials if only they
-        fit; with several streams nothing is written. False: write nothing.
+    part: the part of the run that is drawn. longest: the seconds that the time axis spans.
+    named: whether to write on each box what fits: the operation's name, its initials, or nothing.
+        The boxes of a rank with several streams stay without text in any case.
     """
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about

@@ -15,7 +15,6 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from ..runtime.board import Record
-from ..runtime.errors import LaunchError
 from ..tools.hops import hop_numbers
 from .figures import flat
 from .replay import Event, key
@@ -85,14 +84,15 @@ class Holdings:
 
     The owner of a number is the rank that it came from; a frozenset if it combines several.
 
-    rank: the rank. records: the records of all its calls, in order. Only the buffers of its first
-        calls, as long as these are sends, are filled in at once. Then the caller passes each record
-        to `look` (a send, or what went wrong), `take` (a receive) or `share` (a collective).
+    rank: the rank. records: the records of all its calls, in order. If these begin with sends, the
+        buffers of these sends are filled in at once: pictures of other ranks' earlier events show
+        them. Then the caller passes each record to `look` (a send, or what went wrong), `take` (a
+        receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
         unknown owner. A buffer has the key that it has in `Frame.memory`.
     heard: whether it has got a message or a collective's result; before, its numbers are its own.
-    arrived: (buffer, [(value, owner) of each number]) of each message that arrived since a number
-        of the rank was last seen to change; the rank may add these numbers to others of its own.
+    arrived: a list of (buffer, [(value, owner) of each number]), an entry for each message that
+        came since a number of the rank last changed; it may add them to its own numbers later.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -110,8 +110,8 @@ class Holdings:
         moment: the `time.perf_counter()` of this rank at which the contents were read. Elements
             that a receive may have been writing by then are left as they are.
 
-        If a buffer is first seen in a receive, this leaves all its values unknown (None), and
-        `take` then fills in those of the message.
+        If a buffer is first seen in a receive, all its values become unknown (None), since it may
+        have been made by torch.empty. `take`, which calls this, then fills in the message's.
         """
         if record.memory is None:
             return
@@ -132,12 +132,12 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        The rank may have added messages that came into other buffers (those in `arrived`) to this
-        one. So the k-th changed number is compared with two kinds of sums: its old value plus the
-        k-th number of all messages that are as long as the changed part; its old value plus any one
-        number of a message. It belongs to all owners of the first sum that it equals. If there is
-        none, it is this rank's own if the rank has received nothing yet, and of unknown owner if it
-        has. Once a number has changed, `arrived` is emptied.
+        The rank may have added numbers that it received: those of messages in `arrived` that came
+        into other buffers. So the new value of the k-th number that changed is compared with sums.
+        The first is its old value plus the k-th numbers of all messages that have as many numbers
+        as changed here; the others are its old value plus one received number each. The owners are
+        those of all numbers in the first sum that is equal. If none is, the owner is this rank if
+        it has received nothing yet, otherwise unknown (None). Any change empties `arrived`.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.
@@ -189,9 +189,9 @@ class Holdings:
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """Put the result of a collective call into this rank's buffer.
 
-        An all_reduce, broadcast or reduce (`IN_PLACE`) changes the buffer that its record's
-        `memory` names. Any other result, or one without `memory`, becomes a buffer whose key is the
-        operation's name.
+        An all_reduce, broadcast or reduce (`IN_PLACE`) of one tensor changes the buffer that its
+        record's `memory` names. Any other result, or one without `memory`, becomes a buffer whose
+        key is the operation's name.
 
         record: the record of this rank's call.
         after: the numbers that the call gave the rank. If it is None or empty, nothing happens.
@@ -217,10 +217,10 @@ def _changed(now, then) -> bool:
 
 
 def place(record: Record) -> range:
-    """Return the indices of the numbers that a call moves, within the storage of its tensor.
+    """Return the indices of a call's numbers in the storage of its tensor: range(4, 6) for x[4:6].
 
-    record: a call's record whose `memory`, which says where in the storage the tensor lies, isn't
-        None: from a launch with keep_values=True, and with a storage of at most 64 elements.
+    record: the call's record. Its `memory` must not be None: the launch had keep_values=True, and
+        the storage at most 64 elements.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
@@ -236,8 +236,8 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     The last frame also gets `holdings`: for each rank, its `Holdings` at the end.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
-    wire: for each rank, the records of its calls, in order; with keep_values, or no number is
-        known.
+    wire: for each rank, the records of its calls, in order. The numbers are known only if the
+        launch had keep_values=True.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
@@ -263,7 +263,8 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
             wrong.append(event)
             status |= {r: said for r, said in event.status.items() if status.get(r) != "failed"}
             for rank, last in event.records.items():
-                ranks[rank].look(last, math.inf)
+                if last.op != "send":  # whose buffer was looked at when it was sent
+                    ranks[rank].look(last, math.inf)
         if record and record.memory is not None:
             marked = {at: (record.memory[0], place(record))}
         memory = [copy.deepcopy(rank.buffers) for rank in ranks]
@@ -282,8 +283,7 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
     frames: what `film` returned, at least one, for events that are sends and receives only, where
         every message was received.
-    run: what `launch` returned; the last frame also shows numbers that the ranks' functions
-        returned. Or the LaunchError of a failed launch, whose ranks returned nothing.
+    run: the `Run`; the last frame also shows numbers that the ranks' functions returned.
     """
     number_of, sends, memory = hop_numbers(run), {}, {}
     for frame in frames:
@@ -318,10 +318,9 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     `Holdings.change`. The keys of buffers are those of `Frame.memory`.
 
     last: the last frame that `film` returned.
-    run: the `Run` that it shows, or the LaunchError of a failed launch, which returned nothing.
+    run: the `Run` that it shows.
     """
-    returned = [] if isinstance(run, LaunchError) else run
-    for holdings, result in zip(last.holdings, returned, strict=False):
+    for holdings, result in zip(last.holdings, run, strict=True):
         first, values = next(iter(holdings.buffers), None), flat(result)
         numbers = values and all(isinstance(value, int | float) for value in values)
         if numbers and len(values) == len(holdings.buffers.get(first, ())):

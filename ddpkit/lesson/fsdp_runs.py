@@ -19,7 +19,7 @@ class Layers(nn.Module):
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
     sleeps: the seconds that every block sleeps in forward, to stand in for computing. In backward
-        it sleeps twice as long, but the first block only if the model's input needs a gradient.
+        it sleeps twice as long (in the first block only if the model's input needs a gradient).
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
@@ -95,7 +95,7 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
     parameters' `.grad`; nothing is returned.
 
     quiet: keyword arguments for `model.no_sync`, a context manager that leaves out messages. All
-        micro-batches but the last run inside it. None or {}: none does.
+        micro-batches but the last run inside it. None or {}: `no_sync` isn't used.
     """
     for left in reversed(range(number)):
         if left and quiet:
@@ -129,10 +129,10 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
     "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`, where a
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
-    by its bytes; of units with the same size the last one is named. To be called on all ranks.
+    by its bytes, so the units must differ in size. To be called on all ranks.
 
-    KeyError: a call is an all-reduce (`InPlace`), or its bytes fit no unit but the root's, which
-        has the parameters outside all other units.
+    KeyError: a call is an all-reduce (as by `InPlace`), or is for the root unit, which holds the
+        parameters outside all other units and isn't among those that calls are matched with.
     """
     names = {}
     for unit in model.units[1:]:

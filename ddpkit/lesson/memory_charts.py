@@ -149,8 +149,8 @@ def heaps(rows: Mapping[str, str]) -> Picture:
     """Draw memory as rows of boxes, to show the gaps that freed tensors leave between others.
 
     rows: {name of a row: its boxes from left to right}, for example {"activations gone": "..aa"}.
-        A letter is a unit of memory that a tensor occupies, and "." a free one. Capital letters
-        have one colour, all other signs a second one, to distinguish two kinds of tensors.
+        A letter is a unit of memory that a tensor occupies, and "." a free one, which is white.
+        Capital and small letters have different colours, to distinguish two kinds of tensors.
 
     The alt text repeats the rows.
     """
@@ -297,8 +297,8 @@ def training_bytes(
     attention: "materialised" or "flash". dropout: whether there is dropout, whose masks are kept.
 
     The peak is where backward begins or, if higher, where a checkpoint has computed a block again.
-    The gradients of all parameters are counted, since from the second micro-batch on all are there.
-    Short-lived tensors are left out.
+    The gradients of all parameters count, as if earlier micro-batches of the step had left them
+    there (gradient accumulation). Short-lived tensors are left out.
     """
     itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()

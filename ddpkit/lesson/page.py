@@ -76,11 +76,11 @@ class Picture:
     """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
     A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
-    fit the window. Widgets show its `svg`, in which a box or text moves if a `Canvas` drew it while
-    its `gid` was set. `png` and `svg` are bytes.
+    fit the window. Widgets show its `svg`, in which boxes and texts can move (see `moving`). `png`
+    and `svg` are bytes.
 
     figure: a finished matplotlib figure. It is changed: it gets a grey frame, lines and arrows too
-        pale for white are darkened, and its layout is computed now and then stays fixed.
+        pale for white are darkened, and its layout is computed once, here, and then kept.
     text: what the figure shows, in words, for screen readers and stored notebooks.
     """
 
@@ -422,9 +422,9 @@ class Canvas:
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
-    Boxes and texts that are drawn while it is set travel from `start` to `end`, each an offset
-    (x, y) in points (72 to an inch) to the right of and below the place where they are drawn, which
-    is where the PNG shows them.
+    Boxes and texts that are drawn while it is set travel from `start` to `end`, and stay there.
+    Both are offsets (x, y) in points (1/72 inch) from the place where they are drawn: x to the
+    right, y downwards, (0, 0) for that place itself, where the PNG shows them.
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 

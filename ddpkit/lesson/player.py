@@ -1,19 +1,21 @@
 """The player: watch the messages between the ranks of a run, even of one that failed.
 
 `player(run)` returns an animation, with a slider, of a real run made with
-`launch(..., keep_values=True)`, or of the LaunchError of one that failed. The module `replay` turns
-the records of the ranks' calls into a list of events, such as a send or a collective. `film` makes
-a frame of each event: every rank's numbers just after it. This module, or `circle` for a ring of
-ranks, draws the frames, one for each step of the slider. With `by_hop`, a step shows a hop: all
-messages that can travel at the same time. Numbers lie in buffers: storages of tensors that a rank
-passes to its calls, and results of collective calls. A `Stage` is the layout that frames drawn here
-share. `world_explorer` is a slider over the number of ranks.
+`launch(..., keep_values=True)`, or of the LaunchError of one that failed. It is made in three
+stages. The function `replay.replay` turns the records of the ranks' calls into a list of events,
+such as a send or a collective. `film.film` makes a frame of each event: every rank's numbers just
+after it. `draw` draws each frame, in a layout that all share (a `Stage`), for a step of the slider.
+With `by_hop`, a step shows a hop, i.e. all messages that can travel at the same time; then
+`circle.draw` draws the frames if the ranks form a ring. Numbers lie in buffers: storages of tensors
+that a rank passes to its calls, and results of collective calls. `world_explorer` is another
+widget, a slider over the number of ranks.
 """
 
 import linecache
 import math
 import textwrap
 
+from ..runtime.errors import LaunchError
 from ..tools.units import count
 from . import circle, figures, page
 from .film import Frame, film, hop_by_hop
@@ -34,14 +36,16 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 
     run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
         such a launch raised.
-    by_hop: show all messages of a hop, which can travel at the same time, in one step; if all hops
-        go round a ring of 3 to 8 ranks, none with more numbers than there are ranks, draw these on
-        a circle. It has no effect if a step is a collective call or goes wrong.
+    by_hop: show all messages of a hop, which can travel at the same time, in one step. A ring of 3
+        to 8 ranks, each with at most as many numbers as there are ranks, is then drawn as a circle.
+        It has no effect if the run made any collective call, failed, or left a message unreceived.
     plays: whether the animation plays once by itself when it is shown.
     ValueError: `run` is no Run or LaunchError, or its calls moved numbers and no record kept any.
     """
     _check_kept(run)
     events = replay(run)
+    # A failed run may have kept only one end of a message, the board's last calls of each rank.
+    by_hop = by_hop and not isinstance(run, LaunchError)
     by_hop = by_hop and all(event.is_message for event in events)
     most = MOST_MESSAGES if by_hop else MOST_FRAMES
     wrong = [event for event in events if event.status][:most]
@@ -148,7 +152,8 @@ class Stage:
         before and after it; None for other frames, and if the numbers weren't kept.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}. Here x counts from
         106 (LEFT) pixels right of the picture's left edge, and y from 10 (PAD) below the top of the
-        rank's row. The buffer is a key of `Frame.memory`: its index, or a call's name.
+        rank's row. A buffer is named as in `Frame.memory`: by its storage's number in the rank's
+        records or, for a collective's result that has none, by the call, such as "all_gather".
     tall, pitch: the height of a row, and the distance from the top of one row to that of the next.
     title: the height of the title. said: the height of the words below a row that say what is wrong
         with its rank; 0 if nothing goes wrong.
@@ -334,14 +339,14 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message's numbers in a box in the row of its sender or, for a receive, its receiver.
+    """Draw a message's numbers in a box: at the sender for a send, at the receiver for a receive.
 
-    Numbers beyond 420 pixels are left out. If they weren't kept, their count and dtype are drawn.
-    In the browser the box of a receive travels from the sender's row to the receiver's, and that of
-    a send stays where it is. In a step that shows a whole hop, every message is a send: its box is
-    at the sender in the PNG, and in the browser it travels to the receiver's row.
+    In the browser the box of a receive moves from the sender's row to the receiver's, and that of a
+    send stands still. In a step that shows a whole hop, all messages are sends, and their boxes
+    move to the receivers' rows. Numbers beyond 420 pixels are left out. If the numbers weren't
+    kept, their count and dtype are drawn.
 
-    frame: the frame of this message alone; in a hop, one of the list `sent` of the hop's frame.
+    frame: the frame whose event is this message: the step's or, for a hop, one of its list `sent`.
     by_hop: whether the step shows a whole hop, i.e. all messages that can travel at the same time.
     """
     event, fill = frame.event, colour(frame.event.rank)

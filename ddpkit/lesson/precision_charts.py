@@ -79,8 +79,8 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     The bar at 2^p counts the numbers of size 2^p up to 2^(p+1); the first, at 2^-48, also all
     smaller ones, and the last, at 2^23, all larger ones. Bars too low to see are drawn higher.
     Colours show what fp16 makes of a bar's numbers: 0, a subnormal or normal number, or infinity.
-    The counts of `fp16_counts` stand above. They may differ slightly from the bars of a colour,
-    since fp16 rounds numbers close to its border across it.
+    The counts of `fp16_counts` stand above. They may differ slightly from the bars: 65,520, for
+    example, is in the last bar of normal numbers, but fp16 rounds it to infinity.
 
     gradients: a tensor of any shape on the CPU, all finite. Zeros aren't counted. scale: above 0.
     ValueError: all gradients are 0.
@@ -139,8 +139,8 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 def scale_calculator(gradients: Tensor) -> Calculator:
     """Return a widget with a slider over the loss scale that draws a histogram of the gradients.
 
-    They are multiplied by the scale, from 2^0 to 2^40. The text that a stored notebook keeps states
-    no counts, because they are measured. Used in notebook 05.
+    The gradients are multiplied by the scale, from 2^0 to 2^40. A stored notebook keeps a text in
+    place of the widget, without counts, since these may differ in another run. Notebook 05.
 
     gradients: a tensor of any shape on the CPU, all finite. ValueError: all gradients are 0.
     """

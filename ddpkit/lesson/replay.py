@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from ..runtime.board import MESSAGES, Record, unfitting
+from ..runtime.board import MESSAGES, SLOTS, Record, unfitting
 from ..runtime.errors import HangError, LaunchError
 from ..tools.units import count, name_ranks, numbers
 
@@ -28,13 +28,14 @@ class Event:
         exited or was killed; "end", the state after the last message.
     text: what happens, in words.
     records: {rank: its record of the call}; for a receive the records of both ends, if both are
-        known; for a "hop", the last send of each sender; {} for "failed" and "end".
+        known; for a "hop", in which a rank may send several messages, each sender's last one; {}
+        for "failed" and "end".
     rank, peer: the sender and the receiver, for an event of one message; the sender is None if any
         may send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a "meet" that moves numbers, {rank: (numbers that it brought or None, numbers that
-        it got or None, the owner of each of these)}, as the function `change` returns it. An owner
-        is a rank, a frozenset of ranks for a sum, or None if unknown. Otherwise {}.
+        it got or None, the owner of each that it got)}; otherwise {}. An owner is the rank that a
+        number came from, a frozenset of ranks for a reduction over them, or None if unknown.
     """
 
     kind: str
@@ -55,9 +56,9 @@ def key(record: Record) -> tuple:
 
     The records of all its ranks give the same tuple: (channel, index) for a message, and (channel,
     index, ranks) for a collective. The index is the number of earlier calls on the channel. A
-    channel has a name: "0#1" for the collectives of a group, "new 0#1" for the `new_group` that
-    makes it, "0#1 2>3:7" for its messages from rank 2 to rank 3 with tag 7. The ranks, which are
-    the group's members, are needed since two groups may have the same name.
+    channel is a text. For a group named "0#1" (torch's name "0", in the first world), it is "0#1"
+    for collectives, "new 0#1" for the `new_group` that makes it, and "0#1 2>3:7" for messages from
+    rank 2 to rank 3 with tag 7. The ranks, the group's members, tell groups of one name apart.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -68,8 +69,8 @@ def replay(run) -> list[Event]:
     """Return the events of `run` in order: what happened, then what never happened.
 
     A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
-    events are in the order of rounds, in each of which every rank that can takes a step. A round
-    has first its receives and then its sends, both in the order of ranks, and last its collectives.
+    events are in the order of rounds: in a round, each rank takes a step, unless it must wait for
+    another rank. First come the round's receives, then its sends, both by rank, then collectives.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     """
@@ -213,9 +214,9 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
     """Return what a collective call did to each rank's numbers, to be drawn.
 
     It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
-    The numbers are None for a rank that brings or gets none, since the contents of its buffer mean
-    nothing then, and if they weren't kept. An owner is the rank that a number came from, a
-    frozenset of ranks if it is their sum or another reduction, or None if unknown.
+    An owner is the rank that a number came from, a frozenset of ranks if it is their sum or another
+    reduction, or None if unknown. Numbers are None if they weren't kept. So are those that a rank
+    other than the root brings to a broadcast or scatter, or gets from a reduce or gather.
 
     records: {rank: its record of the call}, of all ranks of the group.
     """
@@ -259,17 +260,23 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
-    """Return an event for a rank's error, for each failed call, and for messages never asked for.
+    """Return events for a rank's error, for failed calls, and for sends without a receive call.
 
-    Failed calls are collectives that didn't take place and receives that never ended. When a launch
-    fails, calls may just be under way. So a receive is then left out if a message that fits it was
-    on its way. A message that no rank asked for is left out if its send was complete, unless that
-    was its rank's last call and the error doesn't blame this rank. run: a Run or a LaunchError.
+    Failed calls are collectives that didn't take place and receives that never ended. A failed
+    launch (`run` is a LaunchError) stops ranks amid calls that would have succeeded. Of such a
+    launch, a receive is left out if a message that fits was on its way. So is a send without a
+    receive call, unless it was incomplete or the last call of a rank that didn't fail.
+    Calls that ended are left out as well if a rank's part in them may precede its last 256 calls,
+    the only ones known.
+
+    run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
     calls: {`key` of a collective call: {rank: its record}}.
     """
     failed = isinstance(run, LaunchError)
     ever = "for ever" if isinstance(run, HangError) else "in vain"
+    # Of a failed launch, only the last calls are known of these ranks.
+    cut = {rank for rank, records in enumerate(run.wire) if failed and len(records) >= SLOTS}
     found = []
     if getattr(run, "rank", None) is not None:
         text = f"rank {run.rank} fails, as the error says"
@@ -280,13 +287,17 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
         elif wrong := _wrong_sizes(records):
             found.append(wrong)
         elif not _complete(records):
-            found.append(_incomplete_call(records, ever))
+            absent = set(next(iter(records.values())).ranks).difference(records)
+            if cut.isdisjoint(absent) or all(record.done is None for record in records.values()):
+                found.append(_incomplete_call(records, ever))
     for rank, records in enumerate(run.wire):
         for record in records:
             if record.op == "recv" and record.done is None:
                 _, sent = ends["send"].get(key(record), (None, None))
                 found.append(_not_received(rank, record, sent, ever, failed))
             elif record.op == "send" and key(record) not in ends["recv"]:
+                if record.done is not None and record.peer in cut:
+                    continue
                 raised = getattr(run, "rank", None) == rank
                 stuck = failed and record is records[-1] and not raised
                 if stuck or not failed or record.done is None:
@@ -311,10 +322,10 @@ def _different_calls(records: dict[int, Record]) -> Event:
 
 
 def _wrong_sizes(records: dict[int, Record]) -> Event | None:
-    """Return the event of an all_to_all that fails for its sizes; None if they fit, or without any.
+    """Return the event of an all_to_all that fails for its sizes; None for any other call.
 
-    The sizes are the numbers of elements to send to each rank, and those to receive from each.
-    PyTorch refuses a call without one for each rank of the group.
+    The sizes are the numbers of elements to send to each rank, and those to receive from each. They
+    are wrong if a sender's and its receiver's differ, or if there isn't one for each rank.
     records: {rank: its record of the call}.
     """
     refused, said, status = {}, [], {}

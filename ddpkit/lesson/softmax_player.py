@@ -82,8 +82,8 @@ class Moment:
 def moments(row: Sequence[float]) -> list[Moment]:
     """Return the state of online softmax before the first number of `row` and after each number.
 
-    The list has one `Moment` more than the row has numbers. Each number's (m, ℓ), maximum and sum,
-    is merged into that of the numbers before it.
+    A row of n numbers gives n + 1 states. A number x alone has the pair (m, ℓ) = (x, 1), or
+    (-inf, 0) if x is -inf; `softmax.merge` combines it with the pair of all numbers before x.
     """
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]

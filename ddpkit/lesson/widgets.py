@@ -111,11 +111,11 @@ MOVING = """<style>
 
 
 def inline(picture: Picture) -> str:
-    """Return a picture as HTML: a <style>, and an <svg> of stated size, so the page can't shift.
+    """Return a picture as HTML, an <svg> after a <style>, for an ipywidgets HTML widget.
 
-    A shape moves when the picture appears if its id in the SVG is one that `page.moving` made. The
-    id, for example "from 0.0 0.0 to 12.0 0.0", has the (x, y) at which it starts and ends, in
-    points, as offsets from where it was drawn.
+    A shape slides once when the HTML appears if its id in the SVG was made by `page.moving`; other
+    shapes stand still. The id "from 0.0 0.0 to 12.0 0.0", for example, makes a shape slide from
+    (0, 0) to (12, 0). Both are offsets in points from the place where it was drawn.
     """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"
@@ -185,11 +185,11 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 class StepThrough(Live):
     """A slider over pictures, all of which are in the page, so that it steps without the kernel.
 
-    look: a function from a step's number to (caption, Picture); each step's result is kept.
+    look: a function from a step's number to (caption, Picture); called at most once for each step.
     label: the word beside the step's number, such as "hop".
     steps: consecutive numbers, not below 0. start: the step shown first; by default the lowest.
-    text: what a stored notebook keeps in place of the widget; by default the caption of `telling`.
-    telling: the step whose picture a stored notebook keeps; by default `start`.
+    telling: the number of the step whose picture a stored notebook keeps; by default `start`.
+    text: what a stored notebook keeps in place of the widget; by default that step's caption.
     plays: whether it plays through the steps once by itself when it is shown.
     """
 

@@ -5,9 +5,9 @@ page, its part of the memory. So the launcher can read what a rank did even if t
 blocked in C++, and other ranks can see whether they are about to make the same call.
 
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
-    make on a channel belong together. It has a name: "0#1" for the collectives of the group 0#1,
-    "new 0#1" for the making of this group, "0#1 2>3:7" for its messages with tag 7 from rank 2 to
-    rank 3 of the world.
+    make on a channel belong together. It has a name: "0#1" for the collectives of the group that
+    torch names "0", in the script's first world (#1); "new 0#1" for the making of this group;
+    "0#1 2>3:7" for its messages with tag 7 from rank 2 to rank 3 of the world.
 fingerprint: a text that must be the same in calls that belong together, for example
     "all_reduce 8 float32 sum"; "" for a call that isn't compared.
 index: the number of a call among all calls of its rank, from 0.
@@ -111,14 +111,15 @@ class Record:
         done: when it was complete or, on the CPU, seen to be. waited: when the rank or, on a GPU,
         its stream began to wait for it.
     limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it;
-        a blocking collective on the CPU has one, a monitored_barrier none. by_future: its future
-        was taken. dropped: it is a message on the CPU, and its handle was deleted before a wait().
+        a blocking collective on the CPU has one, a monitored_barrier none. by_future: get_future()
+        was called. dropped: it is a message on the CPU whose handle was deleted before a wait().
     batched: on a GPU, it is in one batch with the message before. stream: the name of its GPU
-        stream, or "". reached: that stream has come to it; noted from 0.3 s after `issued` on.
+        stream, or "". reached: whether the GPU has finished the work that was queued before this
+        call; found out only if the call is still open 0.3 s after `issued`, otherwise False.
     number: the call's index among all calls of its rank; -1 in a record read from the board.
     values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
         those that arrived, as flat lists of at most 64; otherwise None. memory: likewise, (number
-        of the storage of the call's tensor, the tensor's offset, all of the storage's elements).
+        of its tensor's storage, from 0 on each rank; the tensor's offset; the storage's elements).
     """
 
     said: Said
@@ -164,9 +165,9 @@ class Record:
     def on_stream(self) -> bool:
         """Return whether the call is on a GPU's stream and, as far as is known, hasn't ended there.
 
-        Until then its `started` and `done` are None. On the CPU, and for a barrier on NCCL, which
-        counts as on the CPU, `started` is set at once. A record that `ddpkit.explain` makes from a
-        dump has no `started`, so there this says whether the call is open, on the CPU as well.
+        Such a call has neither `started` nor `done` until it has ended. A call on the CPU, or a
+        barrier on NCCL, has `started` from the beginning: False. A record that `ddpkit.explain`
+        makes from a flight recorder's dump never has it: True until the call is complete.
         """
         return self.done is None and self.started is None
 
@@ -227,7 +228,7 @@ class Board:
         self._times = memoryview(self._map).cast("d")
 
     def close(self):
-        """Release the memory. Then notes read as unwritten, and all else raises ValueError."""
+        """Release the memory. Then `place` gives None, `destroyed` {}; others raise ValueError."""
         self._words.release()
         self._times.release()
         self._map.close()
@@ -238,10 +239,9 @@ class Board:
         """Write all fields of a new call, or again of an earlier one, into its slot on a page.
 
         A new call has the index `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
-        Another process may read the slot meanwhile. While a new call replaces an old one, it gets
-        None. While a call is written again, it may get None, or old fields beside new. The page's
-        counts of calls and of events (all writes) grow last; they make `records` read again what it
-        has cached.
+        A process that reads the slot meanwhile gets None if the call is new. If it is written
+        again, the reader gets None, or old fields beside new. Last the page's count of writes grows
+        (see `events`), so that `records` no longer returns what it read before.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -269,9 +269,9 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
-        """Write a record's times, but not `issued`, and flags into the slot at word `at`.
+        """Write a record's flags, such as `dropped`, and its times into the slot at word `at`.
 
-        None becomes 0.
+        The time `issued` isn't written, since it never changes. A time that is None becomes 0.
         """
         times = self._times
         times[at + _STARTED] = record.started or 0.0
@@ -321,8 +321,8 @@ class Board:
         """
         self._set_note(rank, _PLACE, place)
 
-    def set_destroyed(self, rank: int, places: dict[str, tuple]):
-        """Note which groups `rank` has destroyed, and on which lines.
+    def set_destroyed(self, rank: int, places: dict[str, tuple]) -> dict[str, tuple]:
+        """Note which groups `rank` has destroyed, and on which lines; return those that are noted.
 
         places: {name of the group, as in channels: (file, line, function, via)}, the oldest first.
             If the note has no room for all, the oldest are left out.
@@ -330,6 +330,7 @@ class Board:
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
         self._words[rank * _PAGE + _EVENTS] += 1
+        return places
 
     def _set_note(self, rank: int, at: int, note: object) -> bool:
         """Pickle `note` into the page of `rank`, from its word `at` on; return whether it fits.
@@ -452,8 +453,8 @@ class Board:
 
         The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
         yet, or 255 calls came after it, so that it may be overwritten.
-        channel: the hash of the channel's name, as in `Said.hashes`. seq: the index of the call on
-            that channel, from 0.
+        channel: `hash32` of the channel's name, such as "0#1" (see the module). seq: how many calls
+            `rank` made on that channel before this one.
         """
         words = self._words
         slots = rank * _PAGE + _HEAD
@@ -510,12 +511,11 @@ _RANKS = _SAID.index("ranks")
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """Pickle the fields of a call, shortened if they are too long for a slot of the board.
 
-    First `ranks` are packed. Then fields are shortened until all fit, in the order of _SPARE: first
-    those that a report of a hang needs least. A text is cut after 80 characters, other fields
-    become None. What is still too long, as in a group of 900 irregular ranks, is cut at the end of
-    the slot, and `record` returns None for it.
-    said: the fields that are the same each time. kept: (values, result, memory) of the record,
-        which are pickled behind them.
+    First `ranks` are packed. Then one field after the other is shortened until all fit, beginning
+    with those that a report of a hang needs least (_SPARE): a text is cut after 80 characters,
+    another field becomes None. If that isn't enough, as in a group of 900 ranks that aren't equally
+    spaced, the pickle is cut where the slot ends, and `Board.record` returns None for the call.
+    said: the call's fields, except those in `kept`. kept: its record's (values, result, memory).
     """
     room = (_SLOT - _TEXT) * _WORD
     fields = [*_all_said(said), *kept]
@@ -539,5 +539,5 @@ def _packed(ranks: tuple[int, ...]) -> range | bytes:
 
 @lru_cache(4096)  # a cluster's many calls share a few groups
 def _unpacked(ranks: range | bytes) -> tuple[int, ...]:
-    """Return the ranks that `_packed` packed."""
+    """Return the ranks, given the range, or the 2 bytes for each, that `_packed` made of them."""
     return tuple(array("H", ranks) if isinstance(ranks, bytes) else ranks)

@@ -28,7 +28,7 @@ class CheckedGroup(WireGroup):
 
     If one was changed, the handle raises an error, see `CheckedWork`. Otherwise it does what a
     `WireGroup` does: record each call, and pass it to the real group. It doesn't check collectives
-    that block, tensors on a GPU, or inputs that share the output's storage, except those of an
+    that block, or tensors on a GPU. An input that shares the output's storage is checked only in an
     all_reduce, reduce, broadcast or all_gather.
     """
 
@@ -74,9 +74,9 @@ class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
     rank: this rank's number in the world, for the error. tensors: on the CPU; kept, not copied.
-    result: []. For an all_reduce or reduce, the caller sets this attribute to copies of the
-        tensors. Gloo works on the copies, so that only the user's code can change the tensors, and
-        `end` copies the result back.
+    result: empty, except in an all_reduce or reduce, which overwrites its input: Gloo then works on
+        copies of the tensors, so that only the user's code can change the tensors themselves. The
+        caller puts the copies here, and `end` copies the result back.
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -91,7 +91,7 @@ class _Check:
 
         It is called when the call has completed. A second time it does nothing.
         record: that of the call, for the message.
-        ValueError: they were changed; the program should call wait() on the handle before it does.
+        ValueError: they were changed; call wait() on the handle before changing them.
         """
         if self._over:
             return

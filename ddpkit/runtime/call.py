@@ -100,8 +100,8 @@ def _used(fn) -> dict[str, object]:
     """Return {name: value} of what `fn` uses: globals and closure variables, by their names.
 
     For a method, its object is added as "the object whose method it is"; for a functools.partial,
-    its arguments, as "argument 0 of partial" for example. All variables are left out if one of them
-    has no value yet, or if `fn` isn't a Python function.
+    its arguments, as "argument 0 of partial" for example. All variables are left out if a closure
+    variable has no value yet, or if `fn` isn't a Python function.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}

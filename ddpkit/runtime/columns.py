@@ -3,7 +3,8 @@
 A call is a collective call, a send or a receive. A look holds each rank's last calls, as read from
 the board, the file that all ranks share. Tables and lists become part of the report of a hang.
 
-texts: {rank: {number of a call, from 1: its text}}; the board forgets a rank's oldest calls.
+The argument `texts` of several functions is {rank: {number of a call, from 1: its text}}. A rank's
+oldest calls may be missing, since the board keeps only its last 256.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from .board import MESSAGES, Record
 from .look import Look
 
 LAST_CALLS = 5  # rows of a table
-OTHER_CALLS = 2  # listed of each rank, from other groups than the one in the table
+OTHER_CALLS = 2  # listed of each rank, from other channels than that of the table
 
 Columns = dict[int, dict[int, str]]  # {rank: {number of a call, from 1: its text}}
 
@@ -23,13 +24,13 @@ def last_calls(
 ) -> Iterator[str]:
     """Yield the lines of a report's table of last calls, with a mark (≠) where ranks first differ.
 
-    ranks: the ranks to show.
-    guilty: the record of the call to blame for the hang, or None if it isn't known. If at least two
-        of `ranks` take part in it, the table holds only the calls on its channel (a group, or the
-        messages with one tag from one member to another), numbered from 1 there. Below the table
-        stand each rank's last two calls on other channels, which may rightly differ. Otherwise, and
-        if `guilty` is a receive that takes a message from any sender, calls of all groups are
-        shown.
+    If `guilty` is known, the table holds only the calls on its channel (a group, or the messages
+    with one tag from one member to another). Below the table stand each rank's last two calls on
+    other channels, which may rightly differ. But calls of all groups are shown, as by
+    `_calls_of_all_groups`, if fewer than two of `ranks` take part in `guilty`, or if it is a
+    receive from any sender and has got no message.
+
+    ranks: the ranks to show. guilty: the record of the call to blame for the hang, or None.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
     """
@@ -74,10 +75,10 @@ def _title(call: Record) -> str:
 
 
 def _without_group(record: Record) -> str:
-    """Return the text of a call without its group, if it has one.
+    """Return the text of a call without its group, which is the same for the whole table.
 
-    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. A send
-    or receive keeps it, unless sender and receiver, in this order, are the whole group.
+    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. But a
+    send, or a receive from a named rank, keeps a group that has members besides its two ends.
     """
     group = name_group(record.ranks)
     detail = record.detail.removesuffix(group).removesuffix(", ")
@@ -87,9 +88,9 @@ def _without_group(record: Record) -> str:
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
     """Yield the lines that show the last calls of `ranks` in all groups.
 
-    If they are `_comparable`, this is a table with a mark where they first differ. Otherwise calls
-    of one number may rightly differ: this is a table without a mark as long as no rank has made
-    more than 5 (`LAST_CALLS`), and beyond that a list of each rank's own calls.
+    If the n-th calls of all `ranks` should be the same (`_comparable`), this is a table with a mark
+    where they first differ. Otherwise they may rightly differ. Then it is a table without a mark
+    or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's last calls.
     ranks: those to show; the look holds the calls of all.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
@@ -105,10 +106,11 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 
 
 def _comparable(look: Look, ranks: Sequence[int]) -> bool:
-    """Return whether calls that have the same number on several of `ranks` should be the same.
+    """Return whether the n-th calls of all `ranks` should be the same, so that they are comparable.
 
-    That is so if all their calls but new_group are collectives of groups to which all of `ranks`
-    belong, and no call was forgotten or the others are on the same channels on every rank.
+    The calls that the board has of them, except new_group, must all be collectives of groups to
+    which all of `ranks` belong. And if it has forgotten any call of them, those that it has must be
+    on the same set of channels on every rank.
     """
     channels = set()
     forgotten = 0
@@ -149,8 +151,8 @@ def _newest(texts: Columns) -> int:
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
     """Return the number of the first call whose text differs between ranks, or None if none does.
 
-    texts: see above; `last_calls` passes the calls' fingerprints in place of their texts. Numbers
-        that the board has forgotten of some rank are skipped.
+    texts: see the module; `last_calls` passes fingerprints instead, which hold only what must be
+        the same on all ranks. Numbers that the board has forgotten of some rank are skipped.
     stuck: True if a rank that lacks a call differs from those that made it; False if it may be
         late.
     """
@@ -167,9 +169,10 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
     what: the noun for the title, such as 'calls in the world'.
-    differs: the number of the call to mark with ≠, or None. Without a mark, the rows are the last 5
-        calls (`LAST_CALLS`). With one, they are the 5 up to the call after it or, if there are
-        fewer, the first 5 that can be compared.
+    differs: the number of the call to mark with ≠, or None. There are up to 5 rows (`LAST_CALLS`):
+        without a mark, the last calls; with one, that call, the 3 before it and the next or, where
+        some of these are missing, the nearest 5. Calls that the board has forgotten of a rank have
+        no row.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
     A rank that lacks a call has '-' in its row. If the table is wider than 70 characters, each of
     its columns is written as a line instead.
@@ -204,8 +207,9 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
-    The numbers count the rank's calls on the channels that these are on, also those calls that the
-    board has forgotten. A complete new_group is left out, and isn't counted.
+    Calls that the board has forgotten count in the numbers: after 40 of them, the first text has
+    number 41. But one doesn't count if the board has no later call on its channel. A new_group that
+    is complete is left out, and has no number.
     """
     records = [r for r in look.records[rank] if r.op != "new_group" or r.done is None]
     before = {record.channel: record.seq for record in reversed(records)}

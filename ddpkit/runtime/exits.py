@@ -1,7 +1,7 @@
-"""Find out how a process ends: where it calls `os._exit`, with which code, or by SIGTERM.
+"""Find out how a rank's process ended: its exit code, and the line that called `os._exit`.
 
-`os._exit` leaves no traceback, so the line that calls it is written down first. A process that a
-scheduler ends by SIGTERM can still report where it was.
+`os._exit` leaves no traceback, so that line is written to a file before the process ends. And when
+SIGTERM arrives, for example from a scheduler, a thread can still report where the process was.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ exit_at_once = os._exit  # the original, which leaves no note
 def note_exits(folder: Path, rank: int) -> None:
     """Replace `os._exit` in this rank by one that first writes down the line that called it.
 
-    folder: the launch's folder; the note is its file `exit.RANK`, for `noted_exit` to read.
+    folder: the folder in which the note is the file `exit.RANK`, for `noted_exit` to read.
     This holds in the calling process alone. Its children, such as a DataLoader's workers, exit
     without a note.
     """
@@ -108,7 +108,8 @@ def watch_exits(
 def answer_sigterm(answer: Callable[[], None]) -> None:
     """Have a thread call `answer` when SIGTERM arrives, even if the main thread is blocked in C++.
 
-    answer: has to end the process, because the signal's handler blocks the main thread for ever.
+    answer: has to end the process, because the signal's handler blocks the main thread for ever, so
+        that the script can't go on. A thread calls it, since no Python handler runs during C++.
     A handler that the script set before, or sets later, is kept, and then `answer` isn't called.
     Forked children get the default handler back, so that SIGTERM still ends a DataLoader's worker.
     Nothing happens on Windows, if the caller isn't the main thread, or if SIGTERM is ignored.
@@ -120,15 +121,17 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Handle SIGTERM by blocking the main thread for ever; a helper thread calls `answer`."""
+        """Wake the thread that calls `answer`, and block, so that the script can't go on."""
         os.write(written, bytes([signal.SIGTERM]))  # asyncio may have taken the wakeup's place
         threading.Event().wait()
 
+    before = threading.local()  # the forking thread's mask
+
     def hold():  # a child that is ended at once must not write into its parent's pipe
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def go_on():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
 
     def reset():
         if signal.getsignal(signal.SIGTERM) is ours:

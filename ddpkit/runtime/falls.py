@@ -100,6 +100,14 @@ class Failure:
 Fall = Failure | int  # an exit code is negative if a signal ended the rank: -9
 
 
+def _text_of(thing, how: Callable = str) -> str:
+    """Return how(thing), or a text which says that `thing` of the user's class can't be printed."""
+    try:
+        return how(thing)
+    except Exception as another:
+        return f"(its text can't be had: {type(another).__name__} in __{how.__name__}__)"
+
+
 def failure(error: BaseException) -> Failure:
     """Return an exception as a `Failure`: its class, its message, the frames of its traceback.
 
@@ -109,15 +117,12 @@ def failure(error: BaseException) -> Failure:
     those of modules that set `__tracebackhide__`, as ddpkit's exercises do. `at` is the present
     `time.perf_counter()`, by which `first_to_fall` finds out which rank failed first.
     """
-    try:
-        message = str(error)
-    except Exception as another:
-        message = f"(its text can't be had: {type(another).__name__} in __str__)"
+    message = _text_of(error)
     if isinstance(error, SystemExit):
-        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+        message = f"sys.exit({'' if error.code is None else _text_of(error.code, repr)}) was called"
     message += "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if error.__cause__ is not None:
-        message += f" (because of {type(error.__cause__).__name__}: {error.__cause__})"
+        message += f" (because of {type(error.__cause__).__name__}: {_text_of(error.__cause__)})"
     frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -293,14 +298,14 @@ def what_became_of(
 ) -> str:
     """Return a report's lines on a rank that isn't to blame, such as "  Rank 3 had returned."
 
-    They say how the rank failed, if it did on its own account. Otherwise they say that it had
-    returned or not joined yet, name its latest call that wasn't complete, or say on which line it
-    was computing, when the launch ended it.
+    If the rank failed on its own account, they say how. Otherwise they say where it was when the
+    launch ended it: it had returned or not joined the world yet, or it was in a call that wasn't
+    complete (the latest of these is named), or it was computing on some line.
     look: the state of all ranks at that time.
-    how: the rank's own `Failure` or exit code, or None. A rank that only lost its connection,
-        because another rank failed, counts as one that didn't fail.
-    place(rank): the line at which a living rank computes, as (file, line, function), or None.
-        Without it, or if the rank failed, the line that the rank itself noted last is used.
+    how: the rank's own `Failure` or exit code, or None. If it only lost its connection, because
+        another rank failed, it counts as one that didn't fail.
+    place: a function that takes a rank and returns the line on which it computes, as (file, line,
+        function), or None. If `place` is None, or `how` isn't, the line in `look` is used.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

@@ -117,10 +117,10 @@ def launch(
 
 @contextlib.contextmanager
 def _told_briefly():
-    """Context manager that lets Jupyter show an error raised inside without a traceback.
+    """Context manager: let Jupyter show a TypeError or ValueError of the block without a traceback.
 
-    Jupyter then shows a TypeError's or ValueError's message, and the line of the user's code that
-    called `launch`. The error is still raised.
+    Jupyter then shows the error's message, and the line of the user's code that called `launch`.
+    The error is still raised; errors of other classes are shown as usual.
     """
     try:
         yield
@@ -250,9 +250,9 @@ def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned from `fn`, before the exchange of results begins.
 
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
-    The ranks meet twice: after each has marked itself as returned on the board, the file that they
-    share; and after each has marked itself as running again, since a rank that waits in the
-    exchange for one marked as returned would be reported as a hang.
+    The ranks wait for one another twice. Before the first time, each marks itself as returned on
+    the board, a shared file: a rank that waits for it inside `fn` is then reported as hung. Before
+    the second, each marks itself as running again, so that no such report comes in the exchange.
     mine: this rank's `Recorder`, which writes to the board; None, and then nothing is marked, if
         the script initialised torch.distributed itself.
     """

@@ -87,10 +87,10 @@ class Link:
     def slowed(self, times: float) -> "Link":
         """Return a copy of this link that is `times` slower, with more latency and less bandwidth.
 
-        This emulates a wire that is faster than the machine's own: slow it until the machine no
-        longer matters, run, and divide the times of the messages by `slowdown`. The machine's own
-        share of these times is divided as well, so choose a large `times`. Don't divide computing
-        times.
+        This emulates a wire that is faster than the machine's own: launch with the slowed link, and
+        divide the times of messages by `slowdown`. These times include what the machine itself
+        takes, which a large `times` makes small beside the link's share. Times of computing aren't
+        slowed: don't divide them.
         ValueError: `times` isn't a finite number >= 1.
         """
         number = isinstance(times, int | float) and not isinstance(times, bool)

@@ -72,8 +72,8 @@ class LiveWorld:
             unless `traced`.
 
         After a RankError the world stays open if all ranks are idle again and have made the same
-        calls. After any other error, Ctrl-C among them, it is closed; the message of ddpkit's
-        errors says so, and a printed line after others.
+        calls. Any other failure, Ctrl-C among them, closes it. If the error is a RankError or a
+        HangError, its message then says so; otherwise a line is printed.
         RankError: a rank raised, exited or was killed. HangError: ranks wait in vain, make no
             progress inside their calls, or made calls that differ.
         """

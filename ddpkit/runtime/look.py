@@ -4,9 +4,9 @@ The board is the file in which each rank writes its state and, just before it ma
 call, a send or a receive, a `Record` of it. A call is open until it is complete. A rank has come to
 a call if it has made it, though the call may still be open. The n-th calls that ranks make on one
 channel belong together. A channel is a group, or the messages with one tag from one member to
-another. Its name is "0#1" for a group, and "0#1 2>3:7" for messages from rank 2 to 3 with tag 7 in
-it; until a receive from any rank has got a message, its channel is "0#1 7?". Variables that are
-called `s` hold a `Situation`, the state of one rank.
+another. Its name is "0#1" for the group that torch names "0", in the script's first world (#1), and
+"0#1 2>3:7" for that group's messages from rank 2 to 3 with tag 7; until a receive from any rank has
+got a message, its channel is "0#1 7?". Variables called `s` hold a `Situation`, a rank's state.
 """
 
 import itertools
@@ -32,8 +32,8 @@ class Situation:
     missing: the ranks for which it waits there, as numbers in the world; () if there are none.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
         entry, the line of a framework that this line called, as "file:line:function", or "".
-    lost: if it waits for a message, and the other rank deleted its own handle of that message
-        without waiting for it: the other rank's record of the message.
+    lost: the other rank's record of the message for which it waits, if that rank deleted its handle
+        (what isend or irecv returns) without waiting for it; otherwise None.
     more: if several of its threads wait, this is the wait of one, and `more` has the others'.
     has_free_thread: it waits, but not with all of its threads that make calls: one may go on.
     destroyed: {name of a group that it destroyed: the line that did, in the form of `place`}.
@@ -41,9 +41,9 @@ class Situation:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
       polling: less than 1 s ago it asked, by `is_completed()`, whether `call` is complete.
-      waiting: one of its threads waits for `call` to end, or it was stopped in `call`, since the
-        call that another rank made there differs. In a look with `standstill`, it may also be its
-        GPU that waits, while the program goes on.
+      waiting: one of its threads waits for `call` to end, or ddpkit holds it in `call`, since
+        another rank made a different call there. In a `Look` with standstill=True, perhaps only its
+        GPU waits, while its program goes on.
       its stream waiting: the GPU waits for `call`, while the program may go on.
       returned: its function or script has ended.
       idle: its cell of `%%ranks` has ended.
@@ -67,12 +67,12 @@ class Look:
     records: for each rank its last calls, at most 256, as a list of `Record`s, the oldest first.
 
     board: the open `Board` that is read.
-    events: for each rank, how often it had written to the board (`board.events()`) when progress
-        stopped; None: up to now. `is_still` compares these counts with later ones.
+    events: for each rank, how often it had written to the board (`board.events()`) when the caller
+        last looked; None: the present counts. `is_still` compares these counts with later ones.
     standstill: True if no rank has written for a long time. Then a rank whose GPU waits counts as
-        waiting, though its program may go on. And a rank that has come to a call counts as missing
-        there while its GPU has an earlier open call of the group in its queue. This isn't certain:
-        NCCL may complete a short message before its turn.
+        waiting, though its program may go on. And others still count a rank that has made a call as
+        missing there while the queue of its GPU has an earlier open call of the group, which may
+        never end. This isn't certain: NCCL may complete a short message early.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -178,12 +178,12 @@ class Look:
     # Ranks that are missing from a call.
 
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the ranks that haven't come to `call`, of the group's members or a message's ends.
+        """Return the ranks that belong to `call` but haven't made it yet, as numbers in the world.
 
-        For a receive from any rank these are all other members, or () once a message that it can
-        take is on its way. Of each rank only the last 256 calls are known: if none of these is on
-        the channel of `call`, the rank is missing.
-        call: a record of `rank`, which itself has come.
+        They are members of its group or, for a message, its other end. For a receive from any rank
+        they are all other members, or () once a message that it can take is on its way. Of each
+        rank only the last 256 calls are known: if none is on the channel of `call`, it is missing.
+        call: the record of a call that `rank` has made.
         """
         others = tuple(other for other in call.ranks if other != rank)
         if call.channel.endswith("?"):  # from any rank
@@ -208,9 +208,8 @@ class Look:
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the other ranks that belong to `call` and for which `rank` waits there.
 
-        These are the `missing` ones: members of the group, or the other end of a message whose ends
-        are known. At a standstill they are also those that have come to it, but on whose GPU it is
-        queued behind another open call of the group.
+        These are the `missing` ones. At a standstill (see `Look`) they are also ranks that have
+        made the call, but whose GPU has an open call of the group before it in its queue.
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -221,11 +220,12 @@ class Look:
     def _in_front(self, call: Record, rank: int) -> Record:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
-        Where ranks are on the CPU, it is `call`. A GPU carries out a group's calls in the order in
-        which they were made. So it is the first open one, up to `call`, for which ranks are missing
-        or, if there is none, `call`. At a standstill it is the first open one in any case. If that
-        begins a batch (of batch_isend_irecv), it is rather the first message of the batch for which
-        `_awaited` has ranks, if there is one.
+        On the CPU it is `call`. A GPU carries out a group's calls in the order in which they were
+        made, so an open call holds up those behind it. Returned is the first open one for which
+        ranks are `missing`, or `call` if there is none before it. At a standstill it is the first
+        open call even if no rank is missing, since no call can be trusted to end. If that begins a
+        batch (of batch_isend_irecv), it is the batch's first message for which the rank waits for
+        others (`_awaited`), if there is one.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -236,8 +236,8 @@ class Look:
     def _line(self, call: Record, rank: int) -> list[Record]:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
-        `call` may be another rank's record. Collectives and messages share that queue. Where ranks
-        are on the CPU, the list is empty.
+        `call` may be another rank's record. Collectives and messages share that queue. On the CPU
+        the list is empty, except for records that `ddpkit.explain` made from a dump.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
@@ -287,14 +287,14 @@ class Look:
 
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
             "polling"; by default, ranks that poll are free.
-        A rank is free if it may still come to any call. It is if it starts, computes or (by
-        default) polls, if only its GPU's stream waits while its program goes on, or if one of its
-        threads is in no call. A rank that waits is free as well if one of its threads waits only
-        for free ranks of which none is `gone`. (In a receive from any rank, one free rank is enough
-        unless all are gone.) A call to which all ranks have come counts as one that will end.
-        Returned are the waiting ranks that aren't free. Two kinds are returned though others' waits
-        for them count them as free: a rank of which one thread waits for gone ranks, and a rank
-        whose GPU's stream waits for ranks that are gone or not free.
+        A rank is free if it may still make calls: it starts, computes or (by default) polls, only
+        its GPU's stream waits, or one of its threads is in no call. A waiting rank is free as well
+        if one of its threads has a wait that can end. A wait can end if it is for no rank, or for
+        free ranks only, none of which has destroyed the call's group. A receive from any rank can
+        end if one of the ranks for which it waits is free, unless all are `gone`.
+        Returned are the waiting ranks that aren't free, and free ranks that are stuck in part: one
+        thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or not free.
+        The rest of such a rank may go on, so ranks that wait only for it aren't returned.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -333,10 +333,9 @@ class Look:
     def unseen(self) -> Iterator[Situation]:
         """Yield a `Situation` for each collective in which a rank may be waiting unseen.
 
-        DistributedDataParallel takes a call's future and waits for that in C++, which leaves no
-        mark on the board, so that the rank seems to compute. So such a collective is one that is
-        open, whose future was taken (`get_future()`), and to which members of its group haven't
-        come. A rank may have several.
+        DistributedDataParallel waits for a call's future (`get_future()`) in C++. The board doesn't
+        show that, so the rank seems to compute. It may be waiting in each of its open collectives
+        whose future was taken and which other members of the group haven't made yet.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -389,12 +388,12 @@ class Look:
         return min(different, key=_first_issue, default=None)
 
     def crossed_groups(self) -> dict[tuple[int, ...], list[int]]:
-        """Return groups that ranks made under one number, though their members differ.
+        """Return the groups that ranks made under the same number although their members differ.
 
-        Each rank counts the groups that it makes, and members of a group find each other's
-        addresses under its number. So a rank may connect with a member of another group, or not at
-        all. Return {members, as ranks of the world: the ranks that made a group of these}, of the
-        first such number, or {}.
+        Each rank numbers the groups that it makes, and members of a group find each other's
+        addresses under its number. So if ranks 0 and 1 make [0, 1] first, and rank 2 [0, 2], they
+        may never connect. Then return {(0, 1): [0, 1], (0, 2): [2]}: for each group its members,
+        and the ranks that made it. Only the first such number is returned; {} if there is none.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
         for rank in self.ranks:

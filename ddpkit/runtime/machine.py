@@ -102,9 +102,10 @@ class FreeMemory:
     def shortage(self) -> str:
         """Return a sentence which says that a killed process died for lack of memory, or "".
 
-        That is certain if the kernel has killed a process of this container for memory since this
-        object was made, and likely if in one of the samples less than 10 % of all memory was free.
-        The sentence calls the killed process "it".
+        Call it to explain a SIGKILL. The sentence, in which the killed process is "it", says that
+        memory ran out if the kernel has killed a process of this container for memory since this
+        object was made. Otherwise, if less than 10 % of all memory was free in one of the samples,
+        it says that memory is the most likely cause. In all other cases the result is "".
         """
         free, total = min(self._lowest, default=(0, 0))
         if oom_kills() > self._killed:

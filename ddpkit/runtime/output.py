@@ -54,7 +54,7 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Cut the middle out of the output if its file has grown beyond 4 MB.
+        """Cut the middle out of the output if its file holds more than 4 MB of it.
 
         The first million bytes stay in the file, the last million are kept in memory for `read`,
         and what lies between is lost, as is what the rank prints at that very moment.

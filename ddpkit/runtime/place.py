@@ -42,7 +42,7 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 def is_library(file: str) -> bool:
     """Return whether `file` belongs to torch, ddpkit or Python.
 
-    typing_extensions.py counts as torch's, which wraps its deprecated functions with it.
+    typing_extensions.py counts, since calls of torch's deprecated functions pass through it.
     """
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
@@ -55,7 +55,7 @@ def is_pythons(file: str) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether `file` is of a package in site-packages, as torch is, so not the user's."""
+    """Return whether `file` is in a folder of installed packages, such as site-packages."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 
@@ -74,8 +74,9 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     frame: the innermost frame of the stack.
     via: the line of an installed framework that the user's line called and that led here, as
         "file:line:function"; "" if there is none.
-    If no line is the user's, return the framework's. Without one, the stack may be that of a thread
-    of autograd: then return the line that called backward or, if there is none, that of `frame`.
+    If no line is the user's, return the framework's. If the stack has no framework either, it may
+    be that of a thread of autograd. Then return the line that called backward, in whichever thread;
+    if no thread is in backward, return the line of `frame` itself.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -143,7 +144,7 @@ def describe_place(place: tuple) -> str:
 
 
 def short_path(file: str) -> str:
-    """Return a file's name, or its path from the package's folder on if installed or Python's own.
+    """Return a file's path within site-packages or Python's library; if in neither, its name.
 
     For example 'torch/nn/functional.py', or 'train.py' for '/home/me/train.py'.
     """

@@ -113,8 +113,8 @@ class Rank:
     def ask_stack(self) -> list[tuple[str, int, str]]:
         """Return the main thread's stack: a list of (file, line, function), innermost frame first.
 
-        The rank answers even while C++ code holds the interpreter's lock. [] if it doesn't answer;
-        see `ask_stacks`. If the rank has more than 100 threads, it is another thread's stack.
+        The rank answers even while C++ code holds the interpreter's lock. Without an answer this is
+        []. If the rank has over 100 threads, the stack is another thread's: see `ask_stacks`.
         """
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
@@ -410,10 +410,10 @@ def preload(modules: Iterable[str]):
 def _our_way():
     """Context manager: let multiprocessing start ranks from our server, without the user's script.
 
-    By default it would run the user's main script once more in each new process. Our fork server is
-    used where `start_method` is "forkserver", and is started first unless it is running. Processes
-    that other threads start meanwhile run the script as usual, but those that they start by
-    "forkserver" also come from our server.
+    By default multiprocessing runs the user's main script once more in each new process; in those
+    that this thread starts inside the block, it doesn't. Where `start_method` is "forkserver", they
+    come from our fork server, which is started first unless it is running. A process that another
+    thread starts meanwhile runs the script; it comes from our server if started by "forkserver".
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()

@@ -221,7 +221,7 @@ class Recorder:
         """
         if self.board is not None:
             self._destroyed[group] = call_site(2)
-            self.board.set_destroyed(self.rank, self._destroyed)
+            self._destroyed = self.board.set_destroyed(self.rank, self._destroyed)
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
         """Keep a group that this rank has destroyed, until `release` finds that all members have.
@@ -250,12 +250,12 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the index of this thread's waiting mark on the board, 0 to 7; others share 7.
+        """Return the index (0 to 7) of this thread's waiting mark on the board.
 
         The mark says in which collective call, send or receive the thread waits, for the report of
-        a hang. The thread gets one at its first call, and keeps it as long as it lives. A C++
-        thread, such as autograd's on a GPU, counts as alive only while it runs Python code, and may
-        get another mark the next time.
+        a hang. The thread gets one at its first call, and keeps it as long as it lives. A rank has
+        8; threads that find none free share the last. A C++ thread, such as autograd's on a GPU,
+        counts as alive only while it runs Python code, and may get another mark the next time.
         """
         try:
             return self._this_thread.caller.place
@@ -279,8 +279,9 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Free the mark on the board of a thread that has ended, for another thread to use.
+        """Free the waiting mark of a thread that has ended, for another thread to use.
 
+        A rank has 8 such marks on the board; each says in which call its thread waits.
         thread: the ended thread's `threading.get_ident()`.
         """
         with self._lock:
@@ -392,9 +393,9 @@ class Recorder:
     def latest_issue(self, record: Record) -> float:
         """Return the `time.perf_counter()` at which the last of `record.ranks` made this call.
 
-        These are the group's members or a message's two ends; those of which the board shows no
-        such call, perhaps since they haven't made it, are left out. For a receive, the sender's
-        time is that at which its message left, which an emulated link may delay.
+        An emulated link can't begin with the call before this. The ranks are the group's members or
+        a message's two ends. A rank is left out if the board doesn't show its call (yet). For a
+        receive, the sender's time is that at which its message left, which a link may delay.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():

@@ -54,8 +54,8 @@ def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) ->
 
     by_rank: {rank: its record of the call}.
     pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
-        expects. The headline begins with the pairs of the rank that is in most of them. If that
-        rank is in all of several, the advice is to look at its splits first.
+        expects. The headline begins with the pairs of the rank that is in most of them. If there
+        are several pairs, and only this rank is in all, the advice is to look at its splits first.
     """
     in_pairs = Counter(rank for pair in pairs for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
@@ -158,8 +158,8 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) for a wait that timed out after `seconds`.
 
-    They are those of `explain_deadlock` if ranks can never go on, or only if a loop that polls
-    `is_completed()` gives up. Otherwise they are those of `explain_standstill`.
+    They are those of `explain_deadlock` if ranks can never go on, where a rank that polls a call by
+    `is_completed()` counts as waiting in it. Otherwise they are those of `explain_standstill`.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
@@ -181,9 +181,10 @@ def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
 def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
     """Return (headline, advice) if nothing has moved for long, though it isn't surely a deadlock.
 
-    The headline names the late ranks, which are in no call, and the ranks that wait for them in
-    one. The advice asks what holds up the first late one at its line. If no rank waits for a late
-    one, they say which ranks are inside a call, and ask which of these calls is superfluous.
+    A rank is late if it is in no call while others wait for it. The headline names the late ranks
+    and those that wait for them; the advice asks what keeps the first late rank at its line. If
+    none is late, the headline names the ranks inside calls, and the advice asks which call is one
+    too many or, if no rank is inside one, whether all ranks made the same calls.
     look: the state of all ranks. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
@@ -259,8 +260,10 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 
     circle: the `Situation` of each rank in the cycle.
     Return (call, rank, evidence), or None if there is no evidence. In `call` another rank waits for
-    `rank`. Before its current call, `rank` repeated earlier calls from the same lines. After the
-    earlier ones it made the call `evidence`, on the channel of `call`; now it is on another one.
+    `rank`, which is in a call on another channel (a group, or the messages with one tag from one
+    rank to another). `evidence` is an earlier call of `rank` on the channel of `call`, which came
+    after the same calls, from the same lines. For example, a rank waits in group B for `rank`,
+    whose calls were in groups A, B, A, C: its call in B is the evidence, since B came after A once.
     """
     for s in circle:
         for rank in s.missing:
@@ -409,8 +412,8 @@ def report(
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
     look: the state of all ranks.
-    stuck: True if a rank that lacks a call of the others will never make it, so that the table
-        marks this call as a difference (≠); False if the rank may only be late.
+    stuck: whether the table marks as a difference (≠) a call that only some ranks have made. True:
+        the others will never make it. False: they may only be late.
     ranks: the ranks to show; None for all. Warnings of endless loops are about all in any case.
     """
     ranks = look.ranks if ranks is None else ranks

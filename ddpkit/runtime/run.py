@@ -17,11 +17,11 @@ def clock_s() -> float:
 class Run:
     """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
-    A failed launch has a `Run` as well, its error's `run`: results None, seconds NaN, backend "".
+    The error of a failed launch has one as `error.run`: all results None, seconds NaN, backend "".
 
     results: the values that the ranks returned, by rank.
     output: for each rank, the text that it, its C++ code and its child processes printed; "" under
-        torchrun. Of more than 2 MB the middle is left out, as are Gloo's and NCCL's own notes.
+        torchrun. The middle of more than 2 MB, and Gloo's and NCCL's lines on connections, are cut.
     wire: for each rank, the `Record`s of its calls (collectives, messages, new groups) in order, of
         a failed launch the last 256 at most. Times in them are of `time.perf_counter()`.
     seconds: the time from the start of the first process until all have ended; under torchrun, the

@@ -2,18 +2,19 @@
 
 NCCL puts a call on a stream and returns at once. `wait()` only makes the current stream wait for
 the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
-else. Each call gets CUDA events, which a thread reads once they are complete. A call that the GPU
-never completes stays open on the board, the file that all ranks share, for the report of a hang.
-`wait` without a timeout puts no mark on the board, which would say that the rank waits in the call:
-only its stream waits, and the program goes on.
+else. Each call gets CUDA events, which a thread reads once they are complete.
+
+The report of a hang reads the board, the file that all ranks share. A call that the GPU never
+completes stays open there. A mark on the board says in which call a thread of a rank waits; `wait`
+without a timeout makes none, because only the stream waits, and the program goes on.
 
 A record of a call on a GPU has these fields, the times on the host's clock:
     stream   a name: that of its group, such as "world", since NCCL has a stream for each group; or
              "current", the stream on which NCCL runs a call that isn't asynchronous
     started  when its inputs were ready and the call before it on its stream was done; None until
              the call is complete
-    waited   when the current stream (in a wait with a timeout, the program) began to wait for it;
-             from then on it stands still until the call is done
+    waited   when the current stream (in a wait with a timeout, the program) began to wait for the
+             call; the stream, or the program, stands still from then on until the call is done
 
 A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
 captured, because events can't be queried there. Replays of a graph aren't recorded.
@@ -57,12 +58,12 @@ class Cuda:
     def mark_end(self, work: Work, record: Record) -> torch.cuda.Event:
         """Return a new event that is complete once `work` is, recorded on an extra stream.
 
-        The extra stream waits for `work`, and no other work waits for it, so the program isn't
-        delayed. Each value of `record.stream` has an extra stream of its own. It comes from torch's
-        pool of high-priority streams, from which programs seldom take theirs. It waits for the
-        future of `work`, because `work.wait()` would free tensors that NCCL may still read. A send,
-        recv, gather or scatter (`WITHOUT_FUTURE`) has a future that doesn't wait for all its
-        tensors: for these, `work.block_current_stream()` makes the stream wait instead.
+        Only the extra stream waits for `work`, so the program isn't delayed. Each value of
+        `record.stream` has an extra stream of its own, from torch's pool of high-priority streams;
+        one from the usual pool might be in use by the program as well. The extra stream waits for
+        the future of `work`, because `work.wait()` would free tensors that NCCL may still read. But
+        the future of a send, recv, gather or scatter (`WITHOUT_FUTURE`) lacks some of its tensors,
+        and may not wait for them: there the stream waits by `work.block_current_stream()`.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -234,10 +235,10 @@ class Streams:
         return None
 
     def make(self, record: Record, call: Callable[[], Work | None]) -> Work | None:
-        """Return call()'s result; while it runs, the board says that this thread waits in the call.
+        """Return call()'s result; while it runs, a mark on the board names the call.
 
-        The first call with a peer blocks until NCCL has connected to it, perhaps for ever. Thanks
-        to that mark, the report of a hang names the call.
+        The first call with a peer blocks until NCCL has connected to it, perhaps for ever. From the
+        mark, the report of a hang learns that this thread waits in the call.
         record: the call's record, whose number is written into the mark.
         """
         self.recorder.stands_at(record)
@@ -308,12 +309,12 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note the times of all events that are complete by now; return the records of the others.
+        """Note the times of all complete CUDA events; return the records whose events aren't.
 
-        It never blocks on the GPU. The records are in the order in which the events were made. One
-        comes twice if neither the event of its end nor that of a wait for it is complete. In the
-        record of a call that was issued more than 0.3 s (`LATE_S`) ago, `reached` becomes True once
-        the GPU has finished the work queued before the call.
+        It never blocks on the GPU. The records are in the order in which the events were made; one
+        comes several times if several of its call's events aren't complete, such as that of its end
+        and that of a wait for it. In the record of a call that was issued more than 0.3 s
+        (`LATE_S`) ago, `reached` becomes True once the GPU has finished the work queued before it.
         """
         with self._reading:
             left = []

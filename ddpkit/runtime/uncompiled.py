@@ -1,4 +1,7 @@
-"""Keep classes out of torch.compile, so that a program can compile a module that communicates."""
+"""Keep ddpkit's process groups and their handles out of torch.compile, which fails in them.
+
+So a program can compile a module that communicates, as `torch.compile(DDP(model))` does.
+"""
 
 import inspect
 

@@ -63,10 +63,10 @@ class Watch:
     def until_all_reply(self, awaited: list[int] | None = None) -> dict[int, object]:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
-        After a cell of `%%ranks` the reply is (the repr of the cell's value, the records of its
-        calls or, unless it is traced, []), and before the first cell None. After the function of
-        `launch`, whose value is in a file, it is the list of those modules in `worker.SLOW_IMPORTS`
-        that the rank has loaded.
+        In `%%ranks` the reply to a cell is (value, records): the repr of its last expression, or
+        None, and the records of its calls, which are [] without `--trace`. Before the first cell it
+        is None. In `launch` it lists the modules to preload for the next launch, namely the slow
+        ones (`worker.SLOW_IMPORTS`) that the rank has imported; the function's value is in a file.
         awaited: the ranks to wait for; None: all.
         RankError: a rank raised, exited or was killed; NoGpu, a RankError, if it can't use its GPU.
         HangError: ranks can't go on, their calls differ, or the timeout has passed.
@@ -158,11 +158,11 @@ class Watch:
     def _look_for_hang(self, quiet_s: float, events: list[int]):
         """Raise HangError if ranks can never go on, or are inside calls for too long.
 
-        `_listen` calls this now and then while no rank makes progress. A deadlock that the board
-        proves is an error at once, but waits if a timeout of the script's own, of at most 60 s,
-        will end it. The limit for that, and for cases that aren't certain, is `hang_after` seconds
-        and as many more as an emulated slow network may delay the calls. Such cases are: every rank
-        that hasn't returned is inside a call, or ranks poll a call that seems never to complete.
+        `_listen` calls this about every 0.5 s while no rank makes progress. For a deadlock that the
+        board proves this raises at once or, if the script has set a timeout of at most 60 s for one
+        of its waits, which may end it, only after `hang_after` seconds (plus `_emulated_s`). Then
+        it also raises without a proof: if every rank that hasn't returned is inside a call,
+        or if ranks poll, by `is_completed()` in a loop, a call that seems never to complete.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, for each rank a count of its writes, unchanged in these seconds.
         """
@@ -190,11 +190,12 @@ class Watch:
             )
 
     def _look_at_start(self, seconds: float):
-        """Raise HangError if ranks still can't connect, 60 s (`START_S`) or more after their start.
+        """Raise HangError if all ranks have tried for 30 s to connect, and none has succeeded.
 
-        It does if no rank has joined the world, and each has been trying to, or was suspended by a
-        signal or debugger, for 30 s. Before that, ranks may take any time to load the function and
-        its arguments. To tell the two apart, this asks ranks for their stacks, from 30 s on.
+        Before it tries, a rank loads the function and its arguments, which may take any time. Its
+        stack shows whether it loads or tries; a rank that a signal or debugger has suspended counts
+        as one that tries. Asking for stacks interrupts ranks, so this begins 30 s after the start,
+        and the error comes after 60 s (`START_S`) at the earliest.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
@@ -214,11 +215,12 @@ class Watch:
         self._raise_hang(f"no start: after {seconds:.0f} s the ranks are still connecting.", advice)
 
     def _waits_unseen(self, rank: int) -> bool:
-        """Return whether a rank seems to wait in C++ code, of which the board shows nothing.
+        """Return whether a rank seems to wait in C++ code, such as DDP's, for a collective call.
 
-        On the CPU it does if one of its collective calls is incomplete and it uses no CPU time. On
-        a GPU, where a rank uses the CPU even while it waits, it does if the GPU has finished what
-        was queued before an incomplete collective; otherwise the GPU is still computing.
+        The board shows that the call is incomplete, but not that C++ code waits for it. On the CPU,
+        a rank with such a call seems to wait if it uses no CPU time. On a GPU, where a rank uses
+        the CPU even while it waits, it seems to if the GPU has finished all that was queued before
+        such a call; otherwise the GPU is still computing.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -275,8 +277,8 @@ class Watch:
         """Raise HangError with a report, after printing the ranks' output.
 
         headline, advice: the report's first line, which says what happened, and its last, what to
-            do. If the n-th groups that ranks made have different members, so that these may never
-            connect, a text about that replaces `advice`.
+            do. If, for example, rank 0's third process group has other members than rank 1's third,
+            these may never connect: a text that explains this (`report.crossed`) replaces `advice`.
         look: the state of all ranks; None: as the board shows it now.
         """
         look = look or Look(self.board)
@@ -286,11 +288,11 @@ class Watch:
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
         """Return the text of a report: what happened, where ranks are, their last calls, advice.
 
-        A rank that is starting or in no call is asked for its line, unless the board has it.
+        If a rank is in no call and the board doesn't say at which line it is, `place` asks it.
         headline, advice: the first line, which says what happened, and the last, what to do.
         look: the state of all ranks.
-        stuck: True if a rank that hasn't made a call in which others wait will never make it; False
-            if it may only be late.
+        stuck: True if the ranks can't go on, so that the table of calls marks (≠) one that a rank
+            lacks; False if a rank may only be late with it, so that this isn't marked.
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
@@ -330,10 +332,11 @@ class Watch:
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
         """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        The cause is known once a rank has failed otherwise than by losing its connection to another
-        rank. Until then this waits up to 2 s (`LOST_PEER_S`) for a report from the other end of the
-        connection, and with a known cause 0.4 s (`SETTLE_S`). It returns earlier if the board no
-        longer changes, and all ranks have failed or replied or, with a known cause, wait in calls.
+        A rank that only lost its connection to another rank isn't the cause: then this waits up to
+        2 s (`LOST_PEER_S`) for that other rank to fail. Once a rank has failed in another way, the
+        cause is known, and the whole wait lasts 0.4 s (`SETTLE_S`) at most. It ends earlier once
+        the board no longer changes and each rank has failed, replied or, if the cause is known,
+        waits in a call.
         fallen: {rank: its `Failure`, which describes an exception, or its exit code; None if it
             replied or reported that calls differ}. Ranks that follow are added in place.
         cause_known: True if the caller knows the cause already.
@@ -389,7 +392,10 @@ class Watch:
         return self.output[rank].read()
 
     def shortage(self) -> str:
-        """Return a sentence that says that memory ran out, or "" if nothing shows that."""
+        """Return a sentence that explains a rank's death by SIGKILL by a lack of memory, or "".
+
+        It is "" if the kernel killed no process for memory and at least 10 % of memory was free.
+        """
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
@@ -405,14 +411,14 @@ class Watch:
     # Output.
 
     def show_output(self, kept: str = "") -> list[str]:
-        """Print the ranks' output, in rank order; return the output of each rank, in a list.
+        """Print the ranks' output, in rank order; return a list with the text of each rank.
 
         With `live`, only what wasn't printed before is printed. Without it, each call prints all
-        output since the watch began or, if it is `fresh`, since the ranks started. The middle of
-        more than 200 lines or 100,000 characters of a rank is replaced by a note. Of more than 2 MB
-        (`output.KEPT_BYTES`), the returned text lacks the middle as well.
-        kept: the name that the returned list has for the user, such as "run.output". The note says
-            that all is there; without a name, "", it doesn't.
+        output since the watch began or, if it is `fresh`, since the ranks started; of more than 200
+        lines or 100,000 characters of a rank, it prints a note in place of the middle. A returned
+        text lacks its middle only beyond 2 MB (`output.KEPT_BYTES`).
+        kept: where the user finds the returned list, such as "run.output". The note then refers to
+            it: "... 50 more lines, all of them in run.output[2] ...". "" if the list isn't kept.
         """
         if self.live:
             self._show_new_lines(last=True)

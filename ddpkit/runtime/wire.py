@@ -120,11 +120,14 @@ class WireWork(Work):
 def _hold_back(recorder: Recorder, record: Record):
     """Sleep until the emulated link would have delivered a call whose real transfer is complete.
 
-    Without a link, or if the call is recorded as done, do nothing. A rank's transfers queue behind
-    each other: the recorder's `link_out` and `link_in` are the times at which the rank's link is
-    free again for sending and for receiving. A receive puts off `link_in`, a collective both.
-    `record.started` becomes the time at which the link began with the call. For a send,
-    `WireGroup.send` has set it already, and put off `link_out`.
+    Without a link, or if the call is recorded as done, do nothing. A rank's transfers queue: the
+    recorder's `link_out` and `link_in` are the times at which its link is free again for sending
+    and for receiving. The call is delivered `link.seconds(...)` after `record.started`:
+    - a send: `WireGroup.send` has set `record.started`, and `link_out`.
+    - a receive: starts once `link_in` has come, this rank has made the call, and, as far as the
+      board shows, the message has left the sender. Its delivery is the new `link_in`.
+    - a collective: starts once `link_in` and `link_out` have come and, as far as the board shows,
+      the last member has made the call. Its delivery is the new `link_in` and `link_out`.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -232,11 +235,11 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Context manager: record as one call that this group, or parts of it, connect inside it.
+        """Record one call, "new_group", while a `with` block connects this group or parts of it.
 
         Connecting blocks until all members take part, as a collective does, so the report of a hang
-        must know of it. The record's op is "new_group". A world's own connecting isn't recorded, as
-        it is watched in another way.
+        must know of it. For the world's own group nothing is recorded, since the states of the
+        ranks on the board show which of them have joined the world.
         """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
@@ -391,8 +394,8 @@ class WireGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag):
         """Record a receive from any rank and start it; return its handle.
 
-        The sender is known only when the message has arrived: then `wait` puts it into the record,
-        and the channel from that rank to this one, by which receive and send are matched.
+        The sender is known only when the message has arrived. Then the handle's `wait` writes it
+        into the record, and also the channel, by which the receive is matched with its send.
         tensors, tag: as in `recv`.
         """
         record, recorder = self._message("recv", tensors[0], None, tag), self.recorder
@@ -432,10 +435,10 @@ class WireGroup(dist.ProcessGroup):
 
         words: `wording.collective`, `wording.message` or `wording.new_group`, which describes the
             call as a `Said`, the part of a record that is the same each time the line is run.
-        what: its arguments after the first two, which are this rank as a member of the group, and
-            the line of the script that makes the call.
-        frames: how many of the innermost frames of the stack, counted from that of `call_site`, are
-            ddpkit's own; the search for that line skips them, which saves time.
+        what: the arguments of that function after `member` and `place`, which are added here.
+        frames: how many of ddpkit's own frames are skipped in the search for the script's line that
+            makes the call, to save time: 3 are those of `call_site`, `_record` and the method that
+            calls `_record`; 4 also the caller of that method.
         """
         said, now = words(self._member, call_site(frames), *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
@@ -566,9 +569,9 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     recorder: this rank's recorder, which gets all calls.
     backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
     device: the device that this rank computes on.
-    one_machine: all ranks are on this machine, as under `launch`. Gloo then listens on the loopback
-        interface only. Torch's default timeout of 30 minutes is replaced by one of a year; another
-        one, which the script gives, is kept.
+    one_machine: whether all ranks are on this machine, as under `launch`. If so, Gloo listens on
+        the loopback interface only, and a year replaces torch's default timeout of 30 minutes, as
+        `launch` itself reports hangs. Any other timeout, which the script gives, is kept.
     """
 
     def create(options, given) -> WireGroup:
@@ -747,9 +750,9 @@ def _batched(p2p_op_list):
 
     On NCCL the messages must go to it as one batch: sent one by one they could deadlock. torch's
     own function batches only for torch's own class of group, so for a `WireGroup` it is done here.
-    A rank's messages to itself, which NCCL copies and Gloo refuses, join the batch. As no other
-    rank takes part in them, they aren't recorded, and have no handle. Lists of CPU tensors, of
-    messages to itself alone, or in a group off the wire are passed to torch's function.
+    A message from a rank to itself joins the batch, unrecorded and without a handle, as no other
+    rank takes part in it. On the CPU, or in a batch of nothing else, it raises ValueError. Batches
+    on the CPU, or in a group that isn't a `WireGroup`, are passed to torch's function.
     p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None

@@ -114,8 +114,8 @@ def collective(
 
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes of the tensors whose total number of elements is compared between ranks, and
-        must be the same, unless the call is `uneven`: in a scatter the output, otherwise the input.
+    alike: the shapes whose total number of elements is compared between ranks. They are the same as
+        `shapes`, except on the root of a scatter: there that of its output, as on the receivers.
     shapes: the shapes of this rank's input tensors or, on a receiver of a scatter, of its output.
         The `Said` has their total `bytes`, and the `shape` of the first.
     dtype: of the tensors; None for a barrier, which has none.

@@ -223,8 +223,8 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 def end_with_parent(lifeline: Connection):
     """End this rank and its children when `lifeline` closes, which it does however the parent ends.
 
-    On Linux the kernel sends SIGKILL, even to a rank that holds the interpreter's lock in C. On
-    other systems a thread that reads the lifeline does, on Windows without the children.
+    On Linux the kernel then sends SIGKILL, even to a rank whose C code never releases the GIL. On
+    other systems a thread that reads the lifeline ends them; on Windows it ends the rank alone.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl

@@ -123,10 +123,11 @@ def name_group(ranks: Sequence[int]) -> str:
 
 
 def equally_spaced(ranks: Sequence[int]) -> range | None:
-    """Return different ascending numbers as a range; None if they aren't equally spaced."""
+    """Return ascending numbers as a range; None if they aren't equally spaced."""
     if not ranks:
         return None
-    spaced = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    spaced = range(ranks[0], ranks[-1] + 1, max(1, step))  # a message to itself has a rank twice
     return spaced if list(spaced) == list(ranks) else None
 
 
