@@ -142,6 +142,38 @@ def test_a_folder_of_logs_is_read_as_one(logs, tmp_path):
     assert set(codes) <= {0, 1}
 
 
+def rank_files(folder, **texts):
+    """Files of ranks as --log-dir writes them: {"_0": text}."""
+    for local, text in texts.items():
+        (folder / local[1:]).mkdir(exist_ok=True)
+        (folder / local[1:] / "stderr.log").write_text(text)
+    return explain(folder)
+
+
+def test_which_of_two_files_came_first_is_not_known(tmp_path):
+    longer = "step 1\n" * 9 + KEYS.replace("KeyError: 'x'", "ValueError: empty")
+    said = rank_files(tmp_path, _0=KEYS.replace("rank1", "rank0"), _1=longer)
+    assert said == (
+        "rank 0 raised KeyError: 'x' train.py:3 in f Or one of these fell first: several files "
+        "don't say in which order. Rank 1 raised ValueError: empty"
+    )
+
+
+def test_a_local_rank_is_not_taken_for_the_worlds(tmp_path):
+    """torchrun's summary, or a line of another rank, says how they are counted."""
+    alone = KEYS.replace("[rank1]: ", "")
+    teed, summary = KEYS.replace("rank1", "default1"), JOINING.partition("  rank")[2]
+    summary = summary.replace("0 (local_rank: 0)", "5 (local_rank: 1)")
+    for text in (f"ChildFailedError\n{teed}  rank{summary}", f"{teed}[default0]:[rank4]: Lost\n"):
+        (tmp_path / "log.txt").write_text(text)
+        assert explain(tmp_path / "log.txt").startswith("rank 5 raised KeyError: 'x'")
+    said = rank_files(tmp_path, _0="[rank4]: Lost\n", _1=alone)
+    assert said == "rank 5 raised KeyError: 'x' train.py:3 in f"
+    said = rank_files(tmp_path, _0="", _1=alone)
+    assert said.startswith("rank 1 raised KeyError")
+    assert said.endswith("Ranks are counted on their machine here: no line has those of the world.")
+
+
 def test_the_command_explains_a_log(logs, capsys):
     assert main([str(logs["kill"])]) == 0
     assert capsys.readouterr().out.startswith("rank 1 was killed by SIGKILL.\n  Something outside")

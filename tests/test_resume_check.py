@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 from ddpkit.resume_check import command
-from ddpkit.resume_check.verdict import CannotTell
+from ddpkit.resume_check.verdict import Attempt, CannotTell, place_in_data, schedule
+from ddpkit.resume_check.witness import Witness, rows
 
 SCRIPT = """\
 import os
@@ -237,6 +240,33 @@ def test_under_torchrun_each_rank_has_a_random_state(here, capsys):
     said = check(here, capsys, text, "--kill-after-step", "5", start=torchrun, code=1)
     assert "lost: the random state (torch): dropout draws other numbers" in said
     assert "ledger: 48 uses of samples, each as it should be" in said
+
+
+def test_what_a_loss_is_called_with_is_no_sample(tmp_path):
+    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    x, y = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
+    with Witness(tmp_path, "") as witness:
+        loss(model(x), y)
+        assert witness.samples == rows((x,))
+
+
+def test_in_a_save_only_the_rank_whose_saves_are_counted_is_killed(tmp_path, monkeypatch):
+    saves = [{"rank": 0, "number": n, "updates": 2 * n} for n in (1, 2)]
+    whole = Attempt([[{}] * 6] * 2, saves)
+    kill, says = command.plan(command.parse([]), whole)[1]
+    assert says == "in the save after update 4"
+    for rank, kill_at in (("0", {"save": 2}), ("1", {})):
+        monkeypatch.setenv("RANK", rank)
+        assert Witness(tmp_path, kill).kill_at == kill_at
+        assert Witness(tmp_path, "step 3").kill_at == {"step": 3}
+
+
+def test_a_resumed_run_with_other_groups_and_generators_gets_a_sentence():
+    due = {"rates": [0.1], "samples": ["a"], "random": {"numpy": "1"}}
+    got = due | {"rates": [0.1, 0.1], "random": {}}
+    said = schedule(due, got, 10)
+    assert said == "the parameter groups: 2 in update 11 where there were 1"
+    assert "samples of update 1 again" in place_in_data(got, [due], 10, ["numpy"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from test_board import call
 
 from ddpkit import Run, launch
-from ddpkit.inspect.trace import LANES, Trace
+from ddpkit.inspect.explain import explain, read_dumps
+from ddpkit.inspect.trace import LANES, Trace, numels
 
 # For Perfetto
 
@@ -95,6 +96,18 @@ def test_bytes_under_way_begin_and_end_with_nothing(trace):
         assert counted[0] in (4000, 12)
         assert max(counted) >= 4000
         assert counted[-1] == 0
+
+
+def scatters():
+    x = torch.ones(3)
+    dist.scatter(x, [x, x] if dist.get_rank() == 0 else None)
+
+
+def test_a_scatters_receiver_counts_as_the_root_does_like_kinetos(tmp_path):
+    run = launch(scatters, world_size=2)
+    assert [numels(record) for (record,) in run.wire] == [(6, 3), (6, 3)]
+    run.flight_recorder(tmp_path)
+    assert explain(read_dumps(tmp_path)).startswith("no rank waits for another")
 
 
 def test_the_program_computes_or_waits(tmp_path):

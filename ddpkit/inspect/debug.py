@@ -31,7 +31,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """
     prog = "python -m ddpkit.debug"
     says = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog=prog, description=says)
+    # `main` looks for --world-size among the words: --world would be another one.
+    parser = argparse.ArgumentParser(prog=prog, description=says, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, help="start this many ranks here, by torchrun")
     parser.add_argument("--trace", help="write a Chrome trace to this file at the end")
     parser.add_argument("--flight-recorder", help="write dumps to this folder at the end")

@@ -5,6 +5,7 @@ often a rank that only lost its connection. Here tracebacks, exit codes and torc
 read together, from the text of a terminal or from the files of `torchrun --log-dir`.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from .dumps import LIBRARY
 
 MOST_BYTES = 50_000_000  # of a log file that are read, from its end
 TORCHRUN = re.compile(r"torch.distributed.elastic|ChildFailedError|^Traceback|\[rank\d+\]", re.M)
-PREFIX = re.compile(r"\[(?:rank|[A-Za-z_]+)(\d+)\]:\s?")  # torch's own, and that of --tee
+PREFIX = re.compile(r"\[([A-Za-z_]+)(\d+)\]:\s?")  # torch's own, [rank5], and that of --tee
+OWN = re.compile(r"^\[rank(\d+)\]:", re.M)  # in a rank's file; in --tee's output after its prefix
+TEED = re.compile(r"^\[(?!rank)[A-Za-z_]+(\d+)\]:\s?\[rank(\d+)\]:", re.M)
 FRAME = re.compile(r'\s+File "(.*?)", line (\d+), in (.*)')
 ERROR = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
-SUMMARY = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n.*?exitcode +: (-?\d+) \(pid")
+SUMMARY = re.compile(r"rank +: (\d+) \(local_rank: (\d+)\)\n.*?exitcode +: (-?\d+) \(pid")
 RESTARTED = re.compile(
     r"failed \(exitcode: (-\d+)\) local_rank: (\d+) \(pid"
 )  # its log: no summary
@@ -45,6 +48,7 @@ class Log:
     waited: {rank: the collective call in which NCCL's watchdog ended it, such as "allreduce"}.
     unnamed: tracebacks whose rank isn't known.
     source: {(file, line): the text of the line}, as tracebacks show it.
+    local: whether ranks are counted on their machine, since nothing says which are its ranks.
     """
 
     text: str
@@ -53,6 +57,7 @@ class Log:
     waited: dict[int, str] = field(default_factory=dict)
     unnamed: list[Failure] = field(default_factory=list)
     source: dict[tuple[str, int], str] = field(default_factory=dict)
+    local: bool = False
 
 
 def find_logs(path: Path) -> list[Path]:
@@ -73,43 +78,86 @@ def find_logs(path: Path) -> list[Path]:
 def read_log(files: list[Path]) -> Log:
     """Read one run's log files together, and return the evidence in them as a `Log`.
 
-    Of each file, only the last `MOST_BYTES` are read. A file std*.log belongs to the rank that its
-    folder is named after, as in --log-dir: on several machines that is the local rank.
+    Of each file, only the last `MOST_BYTES` are read. Nothing says in which order the lines of
+    several files were written: then all failures have the same `at`, infinity.
 
     ValueError: nothing in the files is torchrun's, and there is no traceback.
     """
-    log = Log("")
-    for file in files:
-        with open(file, "rb") as opened:
-            opened.seek(max(0, file.stat().st_size - MOST_BYTES))
-            text = opened.read().decode(errors="replace")
-        local = file.parent.name if file.name.startswith("std") else ""
-        owner = int(local) if local.isdigit() else None
-        _read_tracebacks(log, text, owner)
-        log.text += text
+    texts = {file: _text(file) for file in files}
+    log = Log("".join(texts.values()))
+    firsts = {}  # {machine: the numbers that its lines give its first rank, at best one}
+    for file, text in texts.items():
+        machine, owner = _owner(file)
+        firsts.setdefault(machine, set()).update(_first_ranks(text, owner))
+    for file, text in texts.items():
+        machine, owner = _owner(file)
+        _read_tracebacks(log, text, owner, firsts[machine])
+    if len(files) > 1:
+        for failure in [*log.failures.values(), *log.unnamed]:
+            failure.at = math.inf
     if not TORCHRUN.search(log.text):
         names = ", ".join(file.name for file in files) or "no log"
         raise ValueError(f"expected a log of torchrun's, or a folder of dumps, got {names}")
-    log.codes = {int(rank): int(code) for rank, code in SUMMARY.findall(log.text)}
+    log.codes = {int(rank): int(code) for rank, _, code in SUMMARY.findall(log.text)}
     log.waited = {int(rank): op.lower() for rank, op in WATCHDOG.findall(log.text)}
     return log
 
 
-def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
+def _text(file: Path) -> str:
+    """Return the text of a file, or of its last `MOST_BYTES`."""
+    with open(file, "rb") as opened:
+        opened.seek(max(0, file.stat().st_size - MOST_BYTES))
+        return opened.read().decode(errors="replace")
+
+
+def _owner(file: Path) -> tuple[Path, int | None]:
+    """Return (a path that stands for a file's machine, the local rank that it belongs to or None).
+
+    A file std*.log belongs to the local rank that its folder is named after, as in --log-dir.
+    """
+    if file.name.startswith("std") and file.parent.name.isdigit():
+        return file.parent.parent, int(file.parent.name)
+    return file, None
+
+
+def _first_ranks(text: str, owner: int | None) -> set[int]:
+    """Return the numbers in the world that a text gives the first rank of its machine.
+
+    It gives one wherever it has a rank's number in the world and on the machine: in torchrun's
+    summary, before a line of --tee, or before one in a file of the local rank `owner`. They differ
+    if the text is of several machines.
+    """
+    pairs = [(rank, local) for rank, local, _ in SUMMARY.findall(text)]
+    pairs += [(rank, local) for local, rank in TEED.findall(text)]
+    if owner is not None:
+        pairs += [(rank, owner) for rank in OWN.findall(text)]
+    return {int(rank) - int(local) for rank, local in pairs}
+
+
+def _read_tracebacks(log: Log, text: str, owner: int | None, firsts: set[int]) -> None:
     """Find the tracebacks in a text and put them into `log`: of each rank the last one.
 
     Ranks write at the same time, so each rank's lines are put together first, by the rank that
     stands before each line: "[rank5]:" or, of --tee, the local "[default1]:". Tracebacks whose rank
     isn't known are appended to `log.unnamed`, except torchrun's own.
 
-    owner: the rank of lines without such a prefix, or None if it isn't known.
+    owner: the local rank of lines without such a prefix, or None if it isn't known.
+    firsts: the numbers that the first rank of this machine has in the world. With several of them,
+        the ranks of local ones aren't known. With none, these are taken as they are, which
+        `log.local` then says.
     """
     lines_of: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(text.splitlines()):
-        rank = owner
+        rank, local = None, owner
         while prefix := PREFIX.match(line):  # --tee's prefix, then torch's
-            rank = int(prefix[1])
+            if prefix[1] == "rank":
+                rank = int(prefix[2])
+            else:
+                local = int(prefix[2])
             line = line[prefix.end() :]
+        if rank is None and local is not None and len(firsts) < 2:
+            rank = local + sum(firsts)
+            log.local = log.local or not firsts
         lines_of.setdefault(rank, []).append((number, line))
     for rank, lines in lines_of.items():
         for failure in _tracebacks(lines, log.source):
@@ -122,8 +170,7 @@ def _read_tracebacks(log: Log, text: str, owner: int | None) -> None:
 def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]:
     """Yield a `Failure` for each traceback in the lines of one rank, with its message's first line.
 
-    lines: (number in its file, text) of each; the number is the failure's `at`, instead of a time,
-        also where ranks have files of their own.
+    lines: (number in its file, text) of each; the number is the failure's `at`, instead of a time.
     source: {(file, line): text of the line}, to which the lines that a traceback shows are added.
     """
     frames = None
@@ -147,6 +194,7 @@ def _tracebacks(lines: list[tuple[int, str]], source: dict) -> Iterator[Failure]
 def explain_log(log: Log) -> str:
     """Return a text: which rank fell first, how and on which line, what became of the others.
 
+    If several ranks may have, since nothing says in which order they fell, it names them all.
     If the ranks didn't find each other, it says only that, and what to check.
     """
     fallen = {**log.codes, **log.failures}
@@ -162,14 +210,23 @@ def explain_log(log: Log) -> str:
         lines = list(_how_it_fell(log, culprit, own[culprit]))
         if alike:
             lines.append(f"{name_ranks(alike).capitalize()} failed in the same way.")
+        first = [culprit, *alike]
+        rivals = [rank for rank in sorted(own) if rank not in first]
+        if rivals and getattr(own[culprit], "at", 0.0) == math.inf:
+            lines.append("Or one of these fell first: several files don't say in which order.")
+            lines += [f"  {_how_it_followed(log, rank, own[rank], None)}" for rank in rivals]
+            first += rivals
+            culprit = None
     else:
-        culprit, alike = None, []
+        culprit, first = None, []
         lines = list(_no_culprit(log, fallen))
-    others = [rank for rank in sorted(fallen) if rank not in (culprit, *alike)]
+    others = [rank for rank in sorted(fallen) if rank not in first]
     if others:
         lines.append("The others fell because of it:" if own else "The ranks in this log:")
     for rank in others:
         lines.append(f"  {_how_it_followed(log, rank, fallen[rank], culprit)}")
+    if log.local:
+        lines.append("Ranks are counted on their machine here: no line has those of the world.")
     return "\n".join(lines)
 
 

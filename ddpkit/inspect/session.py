@@ -114,7 +114,7 @@ class Session:
         self._silent: set[int] = set()  # ranks of other machines of which nothing is heard
         self._looked_at: list[int] | None = None  # the board's events at the last look
         self._different: dict[int, Record] | None = None  # the mismatch that it found
-        self._words_at: set[tuple | None] = set()  # the lines that `_say` was called for
+        self._words_at: set[tuple | None] = set()  # the lines of which `_say` has printed
 
     def _open_board(self) -> Board:
         """Return this machine's board: its first rank creates it, others wait until it is there."""
@@ -171,8 +171,9 @@ class Session:
     # Watching
 
     def _watch(self) -> None:
-        """Loop in the watching thread, every `LOOK_S`, until the session ends or the store is gone.
+        """Loop in the watching thread, every `LOOK_S`, until the session ends.
 
+        A machine's first rank ends it before, if the exchange of pages finds the store gone.
         Each time, end this rank if a report is out; otherwise note on the board the line at which
         its main thread is. A machine's first rank also exchanges pages of the board with other
         machines; rank 0 looks for hangs if ranks disagree, or nothing moves for `CERTAIN_S`.
@@ -290,15 +291,14 @@ class Session:
     def _say(self, headline: str, advice: str, look: Look) -> None:
         """Print a report, of `headline`, the state of all ranks and `advice`; let the ranks go on.
 
-        Nothing is printed if this was called before, on this rank, with the first waiting rank at
-        the same line; if a message was printed less than `WORDS_S` ago on this machine; or if a
-        report that ends the ranks is out.
+        Nothing is printed if this rank printed one before, with the first waiting rank at the same
+        line; if a message was printed less than `WORDS_S` ago on this machine; or if a report that
+        ends the ranks is out.
         """
         line = next((s.place for s in look.now if s.state in INSIDE), None)
         word = self.folder / "word"
         if line in self._words_at or self._report_is_out():
             return
-        self._words_at.add(line)
         with contextlib.suppress(OSError):
             if time.time() - word.stat().st_mtime > WORDS_S:
                 word.unlink()
@@ -306,6 +306,7 @@ class Session:
             word.touch(exist_ok=False)
         except OSError:  # another rank has just said it
             return
+        self._words_at.add(line)
         stuck = bool(look.deadlocked() or look.polled_in_vain())
         text = report(headline, advice, look, stuck)
         print(f"\nddpkit: {wrap(text)}\n", file=sys.stderr, flush=True)
@@ -399,10 +400,15 @@ class Session:
     # The report
 
     def _report_is_out(self) -> bool:
-        """Return whether a report that ends all ranks is out. RuntimeError: the store is gone."""
+        """Return whether a report that ends all ranks is out, here or, by the store, elsewhere."""
         if (self.folder / "report").exists() or not self.folder.exists():
             return True
-        return not self.alone and self.store is not None and self.store.check(["ddpkit/report"])
+        store = self.store
+        try:
+            return not self.alone and store is not None and store.check(["ddpkit/report"])
+        except RuntimeError:  # it went down with its machine, and isn't asked any more
+            self.store = None
+            return False
 
     def tell(self, text: str, code: int = 1) -> None:
         """Print the report, unless another rank has printed one, and end this rank's process.
@@ -417,7 +423,8 @@ class Session:
                 self.end()  # another rank was first
             print(f"\nddpkit: {wrap(text)}", file=sys.stderr, flush=True)
             if not self.alone and self.store is not None:
-                self.store.set("ddpkit/report", "out")
+                with contextlib.suppress(RuntimeError):  # it went down with its machine
+                    self.store.set("ddpkit/report", "out")
             self.end(code, cause=True)
 
     def end(self, code: int = 1, cause: bool = False) -> None:
@@ -582,7 +589,7 @@ class Session:
             return ended
         try:
             return self.store.check(["ddpkit/ended"])
-        except RuntimeError:  # rank 0 had the store, and has ended
+        except (RuntimeError, AttributeError):  # rank 0 had the store, and has ended; or let go
             return True
 
     # The trace and the dumps
@@ -596,20 +603,33 @@ class Session:
             self.store.set(f"ddpkit/records/{self.rank}", zlib.compress(mine))
 
     def _collect(self) -> list[list[Record]]:
-        """Return for each rank the list of its records, which all ranks have sent to this one.
+        """Return for each rank the list of its records, which the ranks have sent to this one.
 
-        The offsets of the ranks' clocks, which come with them, are noted in `_clocks`.
-        FileNotFoundError: a rank of this machine has sent none.
+        The offsets of the ranks' clocks, which come with them, are noted in `_clocks`. Of a rank
+        that has sent none, the list has the calls that the board knows, at most the last 256.
         """
         wire = []
         for rank in range(self.world_size):
-            if rank in self.here:
-                said = (self.folder / f"records.{rank}").read_bytes()
-            else:
-                said = zlib.decompress(self.store.get(f"ddpkit/records/{rank}"))
+            said = self._handed_in(rank)
+            if said is None:
+                wire.append(self.board.records(rank))
+                continue
             self._clocks[rank], records = pickle.loads(said)
             wire.append(records)
         return wire
+
+    def _handed_in(self, rank: int) -> bytes | None:
+        """Return what a rank has sent by `_hand_in`; None if nothing is there.
+
+        Such a rank made no world, and may still run, or has ended by os._exit(0).
+        """
+        if rank in self.here:
+            path = self.folder / f"records.{rank}"
+            sent = self.board.state(rank) == RETURNED and path.exists()
+            return path.read_bytes() if sent else None
+        key = f"ddpkit/records/{rank}"
+        sent = self.store is not None and self.store.check([key])
+        return zlib.decompress(self.store.get(key)) if sent else None
 
     def _save(self, wire: list[list[Record]]) -> None:
         """Write the trace and the dumps, if they were asked for. wire: for each rank, its records.

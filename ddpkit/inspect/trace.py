@@ -8,6 +8,7 @@ from sends to receives, and a counter shows the bytes of the calls that are unde
 import html
 import importlib.util
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
@@ -209,12 +210,14 @@ def kineto_arguments(record: Record) -> dict[str, object]:
 def numels(record: Record) -> tuple[int, int]:
     """Return the numbers of elements of this rank's (input, output), bytes if there is no dtype.
 
-    All ranks count as the root does; so a scatter's receiver is shown too few.
+    All ranks count as the root does, as in Kineto's traces.
     """
     itemsize = getattr(torch, record.dtype).itemsize if record.dtype else 1
     numel, world_size = record.bytes // itemsize, len(record.ranks)
     if record.op in ("all_gather", "gather"):
         return numel, numel * world_size
+    if record.op == "scatter":  # the bytes are the root's of all parts, a receiver's of its own
+        numel = math.prod(record.shape) * world_size
     if record.op in ("reduce_scatter", "scatter"):
         return numel, numel // world_size
     if record.op == "recv":

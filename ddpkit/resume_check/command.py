@@ -145,11 +145,12 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
     """Choose when the script is killed: after an update, and in the middle of a save.
 
-    Return [(when, in words)], where `when` is "step 7", after 7 updates, or "save 2", in the middle
-    of a rank's second torch.save. With --kill-after-step 7 the only kill is "step 7". Otherwise the
-    first comes one update after the last save that two more updates follow; with --times, after an
-    earlier save, so that further kills find saves. The second comes in a save of the lowest rank
-    that saves: the first save after a later update than its first one's. It may have none.
+    Return [(when, in words)], where `when` is "step 7", after 7 updates, or "save 2 of rank 0", in
+    the middle of that rank's second torch.save. With --kill-after-step 7 the only kill is "step 7".
+    Otherwise the first comes one update after the last save that two more updates follow; with
+    --times, after an earlier save, so that further kills find saves. The second comes in a save of
+    the lowest rank that saves: the first save after a later update than its first one's. It may
+    have none.
 
     whole: the uninterrupted run.
     CannotTell: the script makes too few updates for --kill-after-step, or, without that option,
@@ -174,7 +175,7 @@ def plan(options: argparse.Namespace, whole: Attempt) -> list[tuple[str, str]]:
     later = [save for save in of_rank if save["updates"] > of_rank[0]["updates"]]
     if later:
         number, updates = later[0]["number"], later[0]["updates"]
-        found.append((f"save {number}", f"in the save after update {updates}"))
+        found.append((f"save {number} of rank {rank}", f"in the save after update {updates}"))
     return found
 
 
@@ -184,7 +185,7 @@ def train(options: argparse.Namespace, folder: Path, kills: list[str]) -> list[A
     Return an `Attempt` for each start, in order. One that ends without a kill is the last.
 
     folder: a new folder, for the copy and for what the starts record.
-    kills: when each start but the last is to be killed, such as "step 7" or "save 2".
+    kills: when each start but the last is to be killed, such as "step 7" or "save 2 of rank 0".
     """
     copy = folder / "copy"
     copy_here(copy, options.folder)

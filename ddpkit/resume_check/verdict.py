@@ -295,8 +295,14 @@ def counted(record: dict) -> str:
 
 
 def schedule(due: dict, got: dict, at: int) -> str:
-    """Return a sentence on the first learning rate that differs in the update with index `at`."""
-    pairs = zip(due["rates"], got["rates"], strict=False)
+    """Return a sentence on the first learning rate that differs in the update with index `at`.
+
+    If their numbers differ, so do those of the optimizer's parameter groups, and it is on these.
+    """
+    groups, had = len(got["rates"]), len(due["rates"])
+    if groups != had:
+        return f"the parameter groups: {groups} in update {at + 1} where there were {had}"
+    pairs = zip(due["rates"], got["rates"], strict=True)
     was, now = next((one, other) for one, other in pairs if one != other)
     return f"the schedule: a learning rate of {now:g} in update {at + 1} where it was {was:g}"
 
@@ -314,7 +320,7 @@ def place_in_data(got: dict, updates: list[dict], at: int, other: list[str]) -> 
         return f"the random state ({', '.join(other)}): samples come in another order"
     if source is None:
         return f"the place in the data: update {at + 1} gets samples of no update"
-    again = [name for name in other if got["random"][name] == updates[source]["random"][name]]
+    again = [name for name in other if got["random"].get(name) == updates[source]["random"][name]]
     if again:
         said = f"the random state ({', '.join(again)}): it is seeded as at the start, and update"
         return f"{said} {at + 1} draws what update {source + 1} drew"

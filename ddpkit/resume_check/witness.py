@@ -34,14 +34,16 @@ class Witness:
     has "save": its path, "updates": made before it, "number": of this rank's saves, from 1, and
     "whole": False if the kill cut it short.
 
-    kill: "step 7" kills the run after 7 updates, "save 2" in the middle of this rank's second
-        torch.save, half of which is written; "" never.
+    kill: "step 7" kills the run after 7 updates, "save 2 of rank 0" in the middle of that rank's
+        second torch.save, half of which is written; "" never.
     """
 
     def __init__(self, folder: Path, kill: str):
         self.folder = folder
-        kind, _, number = kill.partition(" ")
-        self.kill_at = {kind: int(number)} if kill else {}
+        self.rank = os.environ.get("RANK", "0")
+        when, _, rank = kill.partition(" of rank ")
+        kind, _, number = when.partition(" ")
+        self.kill_at = {kind: int(number)} if kill and rank in ("", self.rank) else {}
         self.updates = 0
         self.saves = 0
         self.calls = 0  # calls of modules that haven't returned, nested
@@ -54,9 +56,8 @@ class Witness:
     # Listening
 
     def __enter__(self) -> "Witness":
-        rank = os.environ.get("RANK", "0")
-        (self.folder / f"pid.{rank}").write_text(str(os.getpid()))
-        self.file = open(self.folder / f"{rank}.jsonl", "ab", buffering=0)
+        (self.folder / f"pid.{self.rank}").write_text(str(os.getpid()))
+        self.file = open(self.folder / f"{self.rank}.jsonl", "ab", buffering=0)
         self.listening = contextlib.ExitStack()
         self.listening.callback(self.file.close)
         hook(self, self.listening)
@@ -71,10 +72,12 @@ class Witness:
         self.listening.close()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
-        """Note a module's call, and if outermost and in training, the samples it is given."""
-        if self.calls == 0:
-            known = any(module is root for root in self.roots)
-            if not known and any(True for _ in module.parameters()):
+        """Note a module's call, and if outermost and in training, the samples it is given.
+
+        A module without parameters doesn't count: it may be a loss, which is given predictions.
+        """
+        if self.calls == 0 and any(True for _ in module.parameters()):
+            if not any(module is root for root in self.roots):
                 self.roots.append(module)
             if module.training and torch.is_grad_enabled():
                 self.samples += rows(inputs)
