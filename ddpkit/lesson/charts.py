@@ -49,8 +49,8 @@ def bandwidth(results) -> Picture:
     the call took, so it can be compared with the speed of the wire. There is a group of bars for
     each tensor size, and in it a bar for each backend (a way to do the call, such as "gloo" or
     "ring") with each number of processes. A black mark on a bar is its ceiling: the bandwidth if
-    the call took only the time of moving the same bytes. Bars whose ceiling wasn't measured have no
-    mark. Used in notebook 02.
+    the call took the time that merely moving the same bytes took, as measured beside it. Bars whose
+    ceiling wasn't measured have no mark. Used in notebook 02.
 
     results: the measurements of one collective call, from `ddpkit.bench.collectives.measure`.
     """

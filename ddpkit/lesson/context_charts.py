@@ -277,10 +277,11 @@ def crossing(
 ) -> Picture:
     """Draw the bytes that a rank sends in forward against the number of key/value heads.
 
-    Lines follow the formula of `sent_for_a_key`, points are bytes that a run sent. The all-to-all's
-    line is dotted where it can't run since there are fewer key/value heads than ranks. A dashed
-    line marks the number of heads with which ring and all-to-all send equally much. The alt text
-    states this number, and the most bytes that were measured.
+    The schemes are a ring, in which keys and values travel, and an all-to-all, which gives each
+    rank the whole sequence for some of the heads. Lines show computed bytes, points those that a
+    run sent. The all-to-all's line is dotted where there are fewer key/value heads than ranks,
+    which it can't deal out. A dashed line marks the number of heads with which both send equally
+    much. The alt text states this number, and the most bytes that were measured.
 
     measured: {"ring" or "all-to-all": {number of key/value heads: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.

@@ -90,7 +90,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _dumps(value) -> bytes:
-    """Return `value` pickled by `_Pickler`."""
+    """Return `value` pickled, with tensors that go to the rank's own GPU; for pickle.loads."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()

@@ -354,8 +354,10 @@ class Look:
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Change `now`: a rank that sleeps and has an `abandoned` wait counts as waiting there.
+        """Change `now`: a rank that sleeps counts as waiting in a call that members never make.
 
+        Such calls are those that `abandoned` returns: C++ waits there, which no mark on the board
+        shows, and their members have ended.
         sleeps(rank): whether the rank's process uses no CPU. For a call on a GPU this isn't asked,
             since a rank waits for its GPU with the CPU in use.
         """

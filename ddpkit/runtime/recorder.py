@@ -317,8 +317,8 @@ class Recorder:
         """Note that a collective call, send or receive is complete; a second note changes nothing.
 
         arrived: the tensors that hold its result, for keep_values.
-        buffer: the tensor with the result, whose whole storage is kept for animations. None if
-            another call may be writing into that storage; the record then keeps what `issue` saw.
+        buffer: the first of these, whose whole storage is kept for animations. None if another call
+            may be writing into that storage: the record keeps what was in it before the call.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:

@@ -1,4 +1,4 @@
-"""`Run`: the results, output and records of a launch, and exports for other tools."""
+"""`Run`: a launch's results, output and calls; it writes these as a trace or flight recording."""
 
 import time
 from dataclasses import dataclass, field

@@ -138,7 +138,7 @@ class Watch:
         """Handle one message of a rank: a word, and `said`, the data that belongs to it.
 
         "exit": the rank has ended, with exit code `said`. "failed": it raised an exception, which
-            the `Failure` `said` describes. After either, `_raise_failure` raises.
+            the `Failure` `said` describes. Either raises RankError, or another LaunchError.
         "disagrees": ranks made different calls where all must make the same; `said` is {rank: the
             `Record` of its call}. Raises HangError.
         "done": the rank's reply is `said`, which is put into `replies`.
