@@ -130,10 +130,7 @@ def examine() -> Iterator[Finding]:
     gpus, version = torch.cuda.device_count(), nccl_version()  # the driver says, not CUDA
     seen = look_at_gpus() if gpus else []
     yield judge_gpus(seen)
-    value = f"{'.'.join(map(str, version))}: a GPU for each rank"
-    several = version >= SHARES_A_GPU
-    value += ", or several ranks on one" if several else ""
-    yield judge("NCCL", value if gpus else "not needed without a GPU", several or not gpus)
+    yield judge_nccl(gpus, version)
     gloo = dist.is_gloo_available()
     value = "available: any number of ranks on the CPU" if gloo else "missing in this torch"
     yield judge("Gloo", value, gloo)
@@ -174,6 +171,17 @@ def judge_gpus(gpus: list[str] | str) -> Finding:
     apple = torch.backends.mps.is_available()
     what = "Apple's, which torch.distributed can't use" if apple else "none"
     return Finding("GPUs", f"{what}: the course runs on the CPU", NOTE)
+
+
+def judge_nccl(gpus: int, version: tuple[int, ...]) -> Finding:
+    """Return the finding about NCCL. gpus: how many there are. version: NCCL's; () without it."""
+    if not gpus:
+        return judge("NCCL", "not needed without a GPU")
+    if not version:
+        return Finding("NCCL", "missing in this torch: ranks run on the CPU", NOTE)
+    several = version >= SHARES_A_GPU
+    on_one = ", or several ranks on one" if several else ""
+    return judge("NCCL", f"{'.'.join(map(str, version))}: a GPU for each rank{on_one}", several)
 
 
 def loopback(address: str = "127.0.0.1") -> Finding:

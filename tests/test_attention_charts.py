@@ -37,6 +37,7 @@ def test_a_tree_says_the_pairs_of_each_round():
     assert second == "after 1: (1.1, 1.33) (0, 1) (0, 1)"
     assert (third, last) == ("after 2: (1.1, 1.67) (0, 1)", "after 3: (1.1, 2)")
     check_picture(tree, page.ORANGE, page.SKY)
+    assert repr(merge_tree([1, 2])) == repr(merge_tree([1.0, 2.0]))
 
 
 def test_memory_levels_are_drawn():

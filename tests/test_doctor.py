@@ -75,6 +75,11 @@ def test_each_finding_has_its_level_and_its_remedy(monkeypatch, patched, value, 
     assert name != "two ranks" or "and more" not in finding.value
 
 
+def test_a_torch_without_nccl():
+    found = doctor.judge_nccl(2, ())
+    assert found == Finding("NCCL", "missing in this torch: ranks run on the CPU", NOTE)
+
+
 @pytest.mark.parametrize(("capability", "said"), [("7.5", True), ("8.0", False), ("12.0", False)])
 def test_a_gpu_that_is_too_old_for_the_kernels_is_told(monkeypatch, capability, said):
     monkeypatch.setattr(doctor, "launch", always(RIGHT))
@@ -99,6 +104,8 @@ def test_limits_of_a_container(tmp_path, monkeypatch):
         (tmp_path / "memory.current").write_text("400\n")
         found = doctor.count_cores(tmp_path), *doctor.memory_bytes(tmp_path, tmp_path)
         assert found == expected
+    (tmp_path / "memory.stat").write_text("anon 330\ninactive_file 40\nactive_file 30\n")
+    assert doctor.memory_bytes(tmp_path, tmp_path) == (1000, 670)  # cached files can go
 
 
 def test_a_gpu_that_does_not_work_is_reported_with_its_last_words(monkeypatch):

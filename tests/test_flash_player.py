@@ -16,6 +16,8 @@ def test_what_it_says():
     caption, picture = player.look(4)
     assert caption.startswith("Tile 4 of 4: query 2, key 2: row 2: m 4")
     check_picture(picture, IN_WORK, GONE)
+    large = torch.tensor([[1e300, 1.0]], dtype=torch.float64)
+    assert flash_player(large).look(1)[0].endswith("m 1e+300, ℓ so far × 0, ℓ 1, lse 1e+300")
 
 
 @pytest.mark.parametrize(("tile", "causal"), [(1, True), (2, False), (3, True), (8, False)])

@@ -98,6 +98,7 @@ def test_formats(quick):
     ("values", "said"),
     [
         (("1/0", "bf16"), "expected a number, got '1/0'"),
+        ((f"{10**400}/1", "bf16"), "expected a number, got '1000"),
         (("1", "fp64"), "no format is called 'fp64'; there are fp32, tf32,"),
     ],
 )

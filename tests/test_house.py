@@ -24,6 +24,10 @@ def test_exercises_do_not_grow():
     assert house.worse(house.exercise_figures(), house.HELD_EXERCISES) == []
 
 
+def test_what_stands_outside_keeps_its_limits():
+    assert house.worse(house.outside_figures(), house.LIMITS_OUTSIDE) == []
+
+
 def test_no_private_name_crosses_a_module():
     assert house.private_names_across() == []
 

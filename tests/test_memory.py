@@ -96,6 +96,7 @@ def test_gpus_needed_is_where_it_just_fits():
         ValueError, match=r"less than the 10 bytes of a GPU, got 10 .* take a smaller batch"
     ):
         gpus_needed(100, 10, 20)
+    assert gpus_needed(0, 10) == 1
 
 
 # Activations of a block
@@ -214,6 +215,8 @@ def test_materialised_attention_is_attention():
     for causal in (False, True):
         ours = MaterialisedAttention(nn.Identity())(q, k, v, causal=causal)
         torch.testing.assert_close(ours, torch_attention(q, k, v, causal=causal))
+        one = MaterialisedAttention(nn.Identity())(q[0], k[0], v[0], causal=causal)
+        torch.testing.assert_close(one, ours[0])
 
 
 # measure_saved

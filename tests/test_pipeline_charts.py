@@ -26,6 +26,8 @@ def test_player_says_what_each_rank_does_and_holds():
     caption, picture = player.look(3)
     assert caption.startswith("Tick 3. rank 0: idle, holds 2; rank 1: 1B0, holds 1.")
     assert len(picture.figure.axes[0].collections) == 4  # 0F0 0F1 1F0 1B0
+    player = pipeline_charts.schedule_player(schedules.gpipe(1, 1), F=0.5, B=1)
+    assert repr(player).endswith("1. 0B0, held: 1\n2. -, held: 0")  # the end is at 1.5
 
 
 def test_calculator_says_what_is_held():

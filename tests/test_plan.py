@@ -324,6 +324,13 @@ def test_what_cannot_be_cut_is_said():
         assert part in text
     few = Shape(8, 64, 1, 64, 32, 2)
     assert "2 sequences a rank can't make 8 micro-batches" in sentences(few, machine(8))
+    fixed = explain(Search(SMALL, machine(4), tensor=3, sharding="fsdp"))
+    assert fixed == (
+        "No plan of 4 ranks that suits this model has tensor=3, sharding=fsdp: choose other values."
+    )
+    assert "32 heads can't be shared by tensor=37" in explain(
+        Search(LARGE, replace(H100S, ranks=37), tensor=37)
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,6 +343,7 @@ def test_what_cannot_be_cut_is_said():
         (lambda: stages(SMALL, Plan(tensor=3)), "8 heads can't be shared by tensor=3"),
         (lambda: stages(SMALL, Plan(2, 1, 2, "fsdp", 2)), "FSDP would gather"),
         (lambda: stages(SMALL, Plan(micro_batches=5)), "32 sequences a rank can't make 5 micro"),
+        (lambda: Search(SMALL, machine(1)).best(0), "expected most to be 1 or more, got 0"),
     ],
 )
 def test_refusals(make, says):
@@ -364,6 +372,7 @@ def test_the_command(capsys):
     for wrong, says in (
         ("--memory much", "expected bytes such as 16GB or 16e9, got 'much'"),
         ("--heads 3", "heads that divide the width"),
+        ("--top 0", "expected --top to be 1 or more, got 0"),
     ):
         with pytest.raises(SystemExit) as stopped:
             command.main(wrong.split())
@@ -386,6 +395,14 @@ def test_a_fit_of_this_machine():
     assert here.updates_per_s > 0
     assert here.error >= 0
     assert "on this machine" in sentences(SMALL, here)
+
+
+def test_a_fit_where_free_memory_is_unknown_measures_nothing(monkeypatch):
+    module = sys.modules[fit.__module__]
+    monkeypatch.setattr(module, "memory_bytes", lambda: (0, 0))
+    monkeypatch.setattr(module, "launch", None)
+    with pytest.raises(ValueError, match="expected free_memory > 0, got 0"):
+        fit(SHAPE)
 
 
 def test_what_is_timed_stays_small(monkeypatch):

@@ -8,6 +8,12 @@ from ddpkit.lesson import page, tensor_charts
 def test_split_products_are_drawn():
     picture = tensor_charts.split_products(6, 4, 8, world_size=3)
     check_picture(picture, *page.RANK_COLOURS[:3], page.MIXED)
+    for world_size in (3, 8):
+        drawn = tensor_charts.split_products(6, 4, 8, world_size).figure
+        drawn.draw_without_rendering()
+        texts = [text.get_window_extent() for text in drawn.texts]
+        assert max(text.x1 for text in texts) < drawn.bbox.x1
+        assert all(text.count_overlaps(texts) == 1 for text in texts)  # itself
 
 
 def test_both_send_as_much_at_three_widths_of_tokens():

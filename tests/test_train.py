@@ -12,11 +12,12 @@ import threading
 import pytest
 import torch
 from outside import FREEZE_S, run_script
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit import launch
 from ddpkit.lesson import capstone_runs
 from ddpkit.tools.rate import learning_rate
-from ddpkit.train import TrainConfig, Trainer, problems
+from ddpkit.train import TrainConfig, Trainer, problems, report
 from ddpkit.train import __main__ as train_command
 from ddpkit.train.checkpoint import Checkpoints
 from ddpkit.train.config import AXES, CHOICES, parse
@@ -411,6 +412,38 @@ def test_the_rate_rises_and_falls():
     assert rates[-1] == pytest.approx(0.1)
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert learning_rate(4, steps=5, warmup=4, peak=1.0, last=0.1) == 1.0  # no step is left to fall
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"exact": True}, torch.float64),
+    ],
+)
+def test_mfu_compares_with_products_in_the_dtype_of_the_run(options, expected):
+    def dtypes():
+        report.MEASURED_S = 0.001
+        with Products() as products:
+            speed = report.measure_products(TrainConfig(**(TINY | options)), own_device())
+        return speed > 0, products.dtypes
+
+    assert list(launch(dtypes, world_size=1, backend="gloo")) == [(True, {expected})]
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.mm.default:
+            self.dtypes.add(args[0].dtype)
+        return op(*args, **(kwargs or {}))
 
 
 # The command

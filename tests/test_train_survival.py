@@ -419,18 +419,26 @@ def test_ranks_end_with_torchruns_agent_and_the_next_run_goes_on(config, tmp_pat
 # Folders that can't be used
 
 
+def refused(config):
+    run.LEAVING_S = 0.2
+    with pytest.raises(saving.FolderError) as error:
+        train(config)
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    made = config(folder=str(tmp_path / "file/below"))
+    said = f"{made.folder} can't be used: Not a directory. Choose another folder."
+    assert list(launch(refused, made, world_size=2)) == [said] * 2
+
+
 def test_a_folder_in_which_another_run_trains(config, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     made = config()
     os.makedirs(made.folder)
     handle = os.open(made.folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-
-    def refused(config):
-        run.LEAVING_S = 0.2
-        with pytest.raises(saving.FolderError) as error:
-            train(config)
-        return str(error.value)
 
     said = f"another run trains in {made.folder}: end it, or choose another folder."
     assert list(launch(refused, made, world_size=2)) == [said] * 2

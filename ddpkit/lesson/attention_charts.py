@@ -83,9 +83,9 @@ def merge_tree(row: Sequence[float]) -> Picture:
     number of boxes, its last is repeated in the next. The alt text lists the pairs of every line.
     Used in notebook 08.
 
-    row: 2 to 8 floats, -inf for one that is masked.
+    row: 2 to 8 numbers, -inf for one that is masked.
     """
-    values = torch.tensor(row).view(-1, 1)
+    values = torch.tensor(row, dtype=torch.float32).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
     slot, gap, wide, tall = 120, 100, 104, 56
     rounds = (len(row) - 1).bit_length()

@@ -2,7 +2,8 @@
 
 A tile is a block of the matrix, some queries by some keys, that is computed in one go. Only the
 current tile shows its numbers, because those of earlier tiles have been forgotten and those of
-later tiles haven't been computed yet.
+later tiles haven't been computed yet. The state of a row is the maximum m of its scores and the sum
+ℓ of e^(score − m), both over its tiles so far, the current one included.
 """
 
 import itertools
@@ -64,7 +65,7 @@ class Tile:
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """Yield the tiles of a matrix of scores, those of the first queries first, each with its state.
+    """Compute online softmax on a matrix of scores, and yield each `Tile`, the top rows' first.
 
     scores: a matrix of shape (queries, keys), in which masked scores are -inf already.
     tile: the number of queries and of keys in a tile; tiles at the edges may have fewer.
@@ -98,7 +99,7 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
     if not fits or not scores.isfinite().all():
         expected = f"flash_player expected finite scores of 1 to {LARGEST} queries and keys"
         raise ValueError(f"{expected}, got shape {tuple(scores.shape)}: take few")
-    scores = scores.float()
+    scores = scores.double()
     if causal:
         later = scores.new_ones(scores.shape).triu(1).bool()
         scores = scores.masked_fill(later, -math.inf)
@@ -144,6 +145,9 @@ def _typeset(value: float) -> str:
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     """Draw the matrix of scores with its current tile, and each row's state after that tile.
+
+    Beside a row stands what `Tile.row` returns for the last of its tiles up to this one: m,
+    correction, ℓ and perhaps lse. A row that no tile has reached yet has m = −∞ and ℓ = 0.
 
     scores: the matrix, of shape (queries, keys). steps: all its tiles, in order.
     step: the number of the current tile, counted from 1.

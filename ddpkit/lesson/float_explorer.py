@@ -23,7 +23,7 @@ class FloatExplorer(Live):
         "tf32", "bf16", "fp16", "fp8 e4m3" or "fp8 e5m2".
     number: the `floats.Number` whose bits the buttons show.
     entry, choice, buttons: the widgets for the number, the format and the bits, once `box` exists.
-    ValueError: `value` is no number, or there is no such format. OverflowError: as for `parse`.
+    ValueError: `value` is no number, or there is no such format.
     """
 
     def __init__(self, value: str = "0.1", format: str = "bf16"):
@@ -39,7 +39,7 @@ class FloatExplorer(Live):
 
         value: the typed text; it isn't used if there is a pattern. format: such as "bf16".
         pattern: the bits of the number in that format, as an integer, or None.
-        ValueError, OverflowError: as for `parse`.
+        ValueError: as for `parse`.
         """
         chosen = BY_NAME[format]
         if pattern is None:
@@ -147,12 +147,12 @@ float_explorer = FloatExplorer  # called like the other widgets
 def parse(text: str) -> float:
     """Return the number that a text stands for, such as "0.1", "1e-8", "1/3", "inf", "nan", "-0".
 
-    ValueError: the text is neither a number nor a fraction of integers, or a denominator is 0.
-    OverflowError: it is a fraction beyond the largest float.
+    ValueError: the text is neither a number nor a fraction of integers, a denominator is 0, or a
+        fraction is beyond the largest float.
     """
     try:
         return float(Fraction(text)) if "/" in text else float(text)
-    except (ValueError, ZeroDivisionError) as error:
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
         expected = f"expected a number, got {text!r}"
         raise ValueError(f"{expected}: type one such as 0.1, 1e-8, 1/3, inf, nan") from error
 

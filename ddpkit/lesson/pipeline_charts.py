@@ -12,6 +12,7 @@ occurs twice, if a stage is on two ranks, or if the ranks would hang.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from ..pipeline import dry_run, schedules
@@ -173,10 +174,10 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     ValueError: the schedule is refused.
     """
     when = dry_run.simulate(schedule, **ticks)
-    whole = int(max(end for _, end in when.values()))
+    whole = math.ceil(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return, for each rank, (its action or "-", micro-batches held) in a tick, from 1 on."""
+        """Return each rank's (action or "-", micro-batches held) in tick number `tick`, from 1."""
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]

@@ -18,6 +18,7 @@ SPLITS = {
     "tokens and outputs": (0, 1, "blocks"),
 }
 SAYS = {0: "rows", 1: "columns", None: "whole", "sum": "summands", "blocks": "blocks"}
+BADGES = 6  # in a line, where the key fits behind the fifth
 
 
 def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> Picture:
@@ -28,12 +29,12 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
     own; by tokens and outputs, that is its block on the diagonal of Y.
 
     tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
-    world_size: the number of ranks; above 3, ranks' labels may cover a Y. Parts are drawn equal,
-        whether or not it divides the sizes.
+    world_size: the number of ranks, from 1 to 8. Parts are drawn equal, whether or not it divides
+        the sizes.
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
-    canvas, said = Canvas(page.WIDEST, 2 * high + 66), []
+    canvas, said = Canvas(page.WIDEST, 2 * high + 66 + 46 * (world_size // BADGES)), []
     for number, (name, splits) in enumerate(SPLITS.items()):
         x, top = 24 + wide * (number % 2), 16 + high * (number // 2)
         canvas.text(x, top + 14, f"split by {name}", page.NORMAL, "left", bold=True)
@@ -41,7 +42,7 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
         for letter, shape, split in zip("XUY", shapes, splits, strict=True):
             tall, width = unit * shape[0], unit * shape[1]
             _matrix(canvas, x, top + 40, tall, width, split, world_size)
-            below = 12 * (world_size - 1) if split == "sum" else 0
+            below = _offsets(world_size)[1] * (world_size - 1) if split == "sum" else 0
             canvas.text(x + width / 2, top + 56 + tall + below, letter)
             x += width + 46
             if letter != "Y":
@@ -50,9 +51,22 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
         parts = (f"{letter} {SAYS[split]}" for letter, split in zip("XUY", splits, strict=True))
         said.append(f"split by {name}: {', '.join(parts)}")
     for rank in range(world_size):
-        canvas.badge(24 + 96 * rank, 2 * high + 18, rank)
-    canvas.key(40 + 96 * world_size, 2 * high + 26, page.MIXED, "every rank has it whole")
+        line, place = divmod(rank, BADGES)
+        canvas.badge(24 + 96 * place, 2 * high + 18 + 46 * line, rank)
+    line, place = divmod(world_size, BADGES)
+    x, y = 40 + 96 * place, 2 * high + 26 + 46 * line
+    canvas.key(x, y, page.MIXED, "every rank has it whole")
     return canvas.picture("What a rank has, and what it gets by itself.\n" + "\n".join(said))
+
+
+def _offsets(world_size: int) -> tuple[float, float]:
+    """Return (right, down), the steps in pixels from one rank's summand of Y to the next one's.
+
+    Summands are drawn as a stack of boxes. A step is 12, or less so that the stack's last box is
+    at most 60 pixels to the right of the first, and 24 below it.
+    """
+    others = max(1, world_size - 1)
+    return min(12, 60 / others), min(12, 24 / others)
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
@@ -67,8 +81,9 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
         return
     part_wide = wide / world_size if split in (1, "blocks") else wide
     part_tall = tall / world_size if split in (0, "blocks") else tall
-    right = {"sum": 12, 0: 0}.get(split, part_wide)  # summands overlap
-    down = {"sum": 12, 1: 0}.get(split, part_tall)
+    summands = _offsets(world_size)  # they overlap
+    right = {"sum": summands[0], 0: 0}.get(split, part_wide)
+    down = {"sum": summands[1], 1: 0}.get(split, part_tall)
     for rank in range(world_size):
         canvas.box(x + rank * right, y + rank * down, part_wide, part_tall, colour(rank))
     if split == "blocks":
@@ -145,9 +160,10 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    The times of a step's all-reduces over NVLink, InfiniBand and Ethernet are predicted for a ring:
-    its hops' latency plus bytes divided by bandwidth. A dashed line marks the seconds of computing
-    of a rank, forward and backward, at 400 TFLOP/s. `tensor_calculator` calls this.
+    A transformer layer of 12 width² weights makes four all-reduces in a step if tensor parallel,
+    one if data parallel, with the bytes that `reduced_bytes` returns. Their times over NVLink,
+    InfiniBand and Ethernet are predicted for a ring: its hops' latency plus bytes divided by
+    bandwidth. A dashed line marks how long a rank computes, forward and backward, at 400 TFLOP/s.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

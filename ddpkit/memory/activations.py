@@ -141,7 +141,7 @@ class ByteDropout(nn.Module):
 class MaterialisedAttention(nn.Module):
     """Attention as in textbooks: it makes the whole matrix of weights, and keeps it for backward.
 
-    q, k, v and the result: (batch, heads, N, D). dropout: of the weights. Kept for backward: q, k,
+    q, k, v and the result: (..., N, D). dropout: of the weights. Kept for backward: q, k,
     v and N² weights a head; with dropout also its mask, and the weights after it.
     """
 
@@ -152,6 +152,6 @@ class MaterialisedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if causal:
-            mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
+            mask = scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
             scores = scores + mask  # a sum keeps nothing for backward
         return self.dropout(scores.softmax(-1)) @ v

@@ -92,7 +92,7 @@ def gpus_needed(
     """Compute the fewest GPUs W that hold all model states, sharded, and the activations.
 
     capacity_bytes: the memory of one GPU. sharded: the fraction of the activations that is divided
-    among the GPUs; each holds all the rest. So W is the least number for which
+    among the GPUs; each holds all the rest. So W is the least number from 1 on for which
     state / W + activations · (1 - sharded + sharded / W) <= capacity.
     ValueError: the rest alone fills a GPU, however many there are.
     """
@@ -103,4 +103,4 @@ def gpus_needed(
             f"expected less than the {capacity_bytes} bytes of a GPU, got {float(whole):.4g} bytes "
             "of activations that aren't sharded: take a smaller batch"
         )
-    return math.ceil((state_bytes + shared) / (capacity_bytes - whole))
+    return max(1, math.ceil((state_bytes + shared) / (capacity_bytes - whole)))

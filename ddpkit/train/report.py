@@ -45,12 +45,13 @@ def flops_a_token(c: TrainConfig) -> float:
 def measure_products(c: TrainConfig, device: torch.device) -> float:
     """Return the FLOP/s that all ranks together reach, in matrix products as in the model's MLPs.
 
-    They are in float32, whatever the config's dtype, and not cut by tensor ranks. Every rank must
+    They are in the dtype that the run's products have, and not cut by tensor ranks. Every rank must
     call. It takes `MEASURED_S` seconds.
     """
+    dtype = torch.float64 if c.exact else getattr(torch, c.dtype)
     rows = max(1, c.batch * c.length // (c.replicas * c.micro_batches))
-    x = torch.randn(rows, c.width, device=device)
-    weight = torch.randn(c.width, 4 * c.width, device=device)
+    x = torch.randn(rows, c.width, dtype=dtype, device=device)
+    weight = torch.randn(c.width, 4 * c.width, dtype=dtype, device=device)
     dist.barrier()
     begun = time.perf_counter()
     products = 0

@@ -36,7 +36,8 @@ def train(
     communication, "exposed": the seconds spent waiting for it.
 
     before_step: called on every rank with each step's number, from 0, before the step.
-    FolderError: another run trains in the folder, or its checkpoint has another model or samples.
+    FolderError: another run trains in the folder, its checkpoint has another model or samples, or
+    it can't be made or opened.
     """
     with alone_in(config.folder):
         return train_alone(config, before_step)
@@ -80,18 +81,21 @@ def alone_in(folder: str) -> Iterator[None]:
     """Hold a lock on the folder: each of two trainings would delete what the other writes.
 
     Every rank enters; rank 0 holds the lock, which ends with its process. There is none for an
-    empty `folder`, and none on Windows. FolderError, on every rank: another run holds it.
+    empty `folder`, and none on Windows. FolderError, on every rank: another run holds it, or rank 0
+    can't make or open the folder.
     """
-    handle, taken = None, [False]
+    handle, wrong = None, [""]
     if folder and dist.get_rank() == 0 and os.name == "posix":
         try:
             handle = lock(folder)
         except BlockingIOError:
-            taken = [True]
+            wrong = [f"another run trains in {folder}: end it, or choose another folder."]
+        except OSError as error:
+            wrong = [f"{folder} can't be used: {error.strerror}. Choose another folder."]
     if folder:
-        dist.broadcast_object_list(taken, src=0)
-    if taken[0]:
-        raise FolderError(f"another run trains in {folder}: end it, or choose another folder.")
+        dist.broadcast_object_list(wrong, src=0)
+    if wrong[0]:
+        raise FolderError(wrong[0])
     try:
         yield
     finally:

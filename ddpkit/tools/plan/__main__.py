@@ -5,6 +5,7 @@ import re
 
 from ...cost import CostModel
 from ...runtime.link import PRESETS
+from ..checks import check_counts
 from ..units import DECIMAL, wrap
 from . import Machine, Search, Shape, explain, fit, table
 
@@ -79,6 +80,7 @@ def main(given: list[str] | None = None) -> None:
     """
     asked = arguments(given)
     try:
+        check_counts(**{"--top": asked.top})
         shape = Shape(**{name: getattr(asked, name) for name in MODEL})
         machine = machine_of(asked, shape)
     except ValueError as error:

@@ -17,6 +17,7 @@ from ... import cost
 from ...models import Block, torch_attention
 from ...runtime.launch import launch
 from ...runtime.machine import memory_bytes
+from ..checks import check_positive
 from .shape import ATTENTION, MLP, Machine, Shape, half_flops
 
 SIZES = 2**12, 2**15, 2**18, 2**21  # bytes of all-reduces to which α and β are fitted
@@ -40,13 +41,15 @@ def fit(shape: Shape, ranks: int = 2) -> Machine:
     shape: the model, whose block is timed, with fewer tokens or a narrower one if it is large.
     ValueError: it is unknown how much memory is free, as on a system without /proc.
     """
+    _, free = memory_bytes()
+    remedy = "This system doesn't tell it: give the machine's figures, without measuring."
+    check_positive(remedy, free_memory=free)
     run = launch(measure, shape, world_size=ranks)
     slowest = max(run, key=lambda found: found["block"])
     model = cost.fit(slowest["fitted"]) if ranks > 1 else cost.CostModel(0.0, float("inf"))
     flops_per_s = slowest["flops"] / slowest["block"]
     again = abs(slowest["block again"] - slowest["block"]) / slowest["block again"]
     wire = [model.error([held_back]) for held_back in slowest["held back"]]
-    _, free = memory_bytes()
     return Machine(
         ranks,
         free / ranks,

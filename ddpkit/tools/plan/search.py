@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
+from ..checks import check_counts
 from .clock import Spent, spent
 from .room import Room, peak
 from .shape import SHARDINGS, Machine, Plan, Shape, refusal, stages
@@ -94,6 +95,7 @@ class Search:
     def __init__(self, shape: Shape, machine: Machine, **fixed):
         self.shape = shape
         self.machine = machine
+        self.fixed = fixed
         self.plans = list(plans(shape, machine.ranks, **fixed))
         self.rooms = {plan: peak(shape, plan) for plan in self.plans}
         self.fitting = [plan for plan in self.plans if self.fits(plan)]
@@ -126,8 +128,9 @@ class Search:
         Only plans for which `where` holds count. If two are equally fast, the one that needs less
         memory comes first. The list is empty if none fits.
 
-        most: the largest number of plans to return, 1 or more.
+        most: the largest number of plans to return, 1 or more; ValueError otherwise.
         """
+        check_counts(most=most)
         best: list[Prediction] = []
         for plan in filter(where, self.fitting):
             # The others need longer for computing alone.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...pipeline import idle, one_f_one_b
 from ..units import count, duration, size
 from .program import AGAIN, COMPUTING, UPDATE
-from .search import Prediction, Search, meshes
+from .search import Prediction, Search, meshes, plans
 from .shape import SHARDINGS, Plan, micro_batches, refusal
 
 TIE = 0.005  # a share of the step below which two plans take equally long
@@ -39,9 +39,16 @@ def explain(search: Search) -> str:
 
 
 def no_mesh(search: Search) -> str:
-    """Return a sentence that says why the model can't be divided among the machine's ranks."""
+    """Return a sentence that says why the model can't be divided among the machine's ranks.
+
+    If it can, but not with the values that are fixed, the sentence names them.
+    """
     shape = search.shape
     ranks = search.machine.ranks
+    if any(plans(shape, ranks)):
+        fixed = ", ".join(f"{name}={value}" for name, value in search.fixed.items())
+        suits = f"No plan of {count(ranks, 'rank')} that suits this model"
+        return f"{suits} has {fixed}: choose other values."
     reasons = {}
     for mesh in meshes(ranks):
         data, _, pipeline = mesh
