@@ -6,6 +6,7 @@ from ddpkit.lesson import page, tensor_charts
 
 
 def test_split_products_are_drawn():
+    assert tensor_charts.split_products(4, 6, 8, world_size=8).png  # no whole number of pixels high
     picture = tensor_charts.split_products(6, 4, 8, world_size=3)
     check_picture(picture, *page.RANK_COLOURS[:3], page.MIXED)
     for world_size in (3, 8):

@@ -139,10 +139,9 @@ class Picture:
         from PIL import Image
 
         raw, small = io.BytesIO(), io.BytesIO()
-        self.figure.savefig(raw, dpi=2 * DPI, format="rgba")
-        width, height = self.size
-        image = Image.frombytes("RGBA", (2 * width, 2 * height), raw.getvalue()).convert("RGB")
-        sample = image.resize((width, height), Image.Resampling.NEAREST)
+        self.figure.savefig(raw, dpi=2 * DPI, format="png", pil_kwargs={"compress_level": 0})
+        image = Image.open(raw).convert("RGB")
+        sample = image.resize(self.size, Image.Resampling.NEAREST)
         palette = sample.quantize(128, Image.Quantize.MEDIANCUT)
         image.quantize(palette=palette, dither=0).save(small, "png")
         return small.getvalue()
