@@ -235,12 +235,12 @@ def test_a_run_apart_writes_into_copies_but_for_large_files(tmp_path, monkeypatc
         (tmp_path / name).write_text(text)
     (tmp_path / "lost").symlink_to("nowhere")
     (tmp_path / "run").mkdir()  # the temporary folder may be in this one
-    apart = command.linked(tmp_path / "run" / "apart")
+    apart = command.copied(tmp_path / "run" / "apart")
     assert sorted(path.name for path in apart.iterdir()) == ["large", "lost", "small", "within"]
     links = {path.name for path in apart.rglob("*") if path.is_symlink()}
     assert links == {"large", "lost"}
     with pytest.raises(command.CannotTell, match=r"expected to copy all of .*: run it in a folder"):
-        command.linked(tmp_path / "run" / "apart")
+        command.copied(tmp_path / "run" / "apart")
 
 
 @pytest.mark.wide

@@ -694,7 +694,7 @@ def test_parts_of_an_all_to_all_are_compared_pair_by_pair(board):
     say_all(1, wrong=1)
     different = Look(board).mismatch()
     assert {record.seq for record in different.values()} == {1}
-    assert unfitting(different) == [(1, 2)]
+    assert unfitting(different) == {(1, 2): (7, 6)}
     happened, advice = words.explain_mismatch(different)
     assert happened == (
         "mismatch: the splits of all_to_all disagree: rank 1 sends 7 elements to rank 2, which "

@@ -135,10 +135,6 @@ def chained(cause=None):
     raise ValueError("no number") from cause or KeyError("invalid literal")
 
 
-def of_unspeakable():
-    chained(Unspeakable())
-
-
 def throw(error):
     raise error
 
@@ -154,7 +150,7 @@ def deep(n=0):
         (lambda: throw(KeyboardInterrupt), "KeyboardInterrupt"),
         (lambda: throw(Unpicklable()), "Unpicklable: held"),
         (lambda: throw(Unspeakable), "Unspeakable: (its text can't be had: RuntimeError in "),
-        (of_unspeakable, "ValueError: no number (because of Unspeakable: (its text can't be had: "),
+        (lambda: chained(Unspeakable()), "ValueError: no number (because of Unspeakable: (its"),
         (lambda: throw(ExceptionGroup("two", [OSError()])), "ExceptionGroup: two (1 sub-exc"),
         (deep, "RecursionError: maximum recursion depth exceeded"),
     ],

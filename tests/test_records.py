@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from test_board import call
 
 from ddpkit.runtime.board import CALLERS, Board
 from ddpkit.runtime.place import is_library, is_pythons, place_in
@@ -151,3 +152,11 @@ def test_a_pools_thread_that_waits_for_work_makes_no_calls(tmp_path):
             recorder.count_callers(look=True)
         assert board.threads(0) == 1
     board.close()
+
+
+def test_calls_are_counted_from_the_first_though_old_records_are_dropped(monkeypatch):
+    monkeypatch.setattr("ddpkit.runtime.recorder.MOST_RECORDS", 4)
+    mine = Recorder(0)
+    for seq in range(7):
+        mine.issue(call(seq))
+    assert [record.number for record in mine.since(5)] == [5, 6]

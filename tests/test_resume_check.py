@@ -261,6 +261,14 @@ def test_in_a_save_only_the_rank_whose_saves_are_counted_is_killed(tmp_path, mon
         assert Witness(tmp_path, "step 3").kill_at == {"step": 3}
 
 
+def test_a_temporary_folder_in_this_one_is_not_copied(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    copy = tmp_path / f"{command.FOLDER}7" / "copy"
+    command.copy_here(copy, None)
+    assert [path.name for path in copy.iterdir()] == ["train.py"]
+
+
 def test_a_resumed_run_with_other_groups_and_generators_gets_a_sentence():
     due = {"rates": [0.1], "samples": ["a"], "random": {"numpy": "1"}}
     got = due | {"rates": [0.1, 0.1], "random": {}}

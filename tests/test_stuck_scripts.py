@@ -169,7 +169,6 @@ time.sleep(60)
 
 
 def test_sigterm_is_answered_under_asyncio():
-    """It puts a pipe of its own where Python writes the number of a signal."""
     ended = subprocess.run([sys.executable, "-c", ASYNCIO], timeout=FREEZE_S, check=False)
     assert ended.returncode == 7
 

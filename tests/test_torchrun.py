@@ -107,8 +107,8 @@ def test_trap_9_the_same_function_under_torchrun(tmp_path):
 
 
 LINKS = """
-link = Link.preset("1 Gbit Ethernet")
-tell([launch(work, 1.0, link=given).link.name for given in (None, link, None)])
+links = None, Link.preset("1 Gbit Ethernet"), None
+tell([launch(work, 1.0, link=link).link.name for link in links])
 """
 
 

@@ -190,7 +190,7 @@ def tapes(
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                cwd=linked(Path(folder, "apart")) if options.apart else None,
+                cwd=copied(Path(folder, "apart")) if options.apart else None,
             )
             try:
                 ended = wait(process, folder, ranks, options)
@@ -202,7 +202,7 @@ def tapes(
         return [pickle.loads(path.read_bytes()) for path in found]
 
 
-def linked(folder: Path) -> Path:
+def copied(folder: Path) -> Path:
     """Make `folder`, with copies of the current one's files and subfolders; return it.
 
     Hidden ones are left out, and the folder that `folder` is in, which may be in the current one.

@@ -338,10 +338,7 @@ def _wrong_sizes(records: dict[int, Record]) -> Event | None:
             status[rank] = "is refused"
     for sizes, ranks in refused.items():
         said.append(f"PyTorch refuses the all_to_all of {name_ranks(ranks)}: {sizes}")
-    for sender, receiver in unfitting(records):
-        ranks = records[sender].ranks
-        sent = records[sender].splits[0][ranks.index(receiver)]
-        expected = records[receiver].splits[1][ranks.index(sender)]
+    for (sender, receiver), (sent, expected) in unfitting(records).items():
         what = f"rank {sender} sends {sent} to rank {receiver}, which expects {expected}"
         said.append(f"the ranks disagree: {what}" if not said else what)
         status |= {sender: "sizes don't fit", receiver: "sizes don't fit"}

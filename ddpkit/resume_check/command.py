@@ -25,6 +25,7 @@ from pathlib import Path
 from . import script as runner
 from .verdict import LINES, Attempt, CannotTell, Verdict, judge, read_attempt
 
+FOLDER = "ddpkit-resume-"  # how the names of temporary folders begin
 NOT_COPIED = ".git", ".venv", "__pycache__", "node_modules"
 MOST_BYTES = 2_000_000_000  # of a folder that is copied for each run
 STARTS = {"python", "python3"}
@@ -129,7 +130,7 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     """
     options.command = with_witness(options.command)
     check(options)
-    with tempfile.TemporaryDirectory(prefix="ddpkit-resume-") as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
         (whole,) = train(options, Path(folder, "whole"), [])
         if whole.code:
             tail = "\n".join(whole.output.splitlines()[-LINES:])
@@ -207,7 +208,7 @@ def copy_here(copy: Path, folder: str | None) -> None:
         exists. What the script writes into a linked folder changes the original.
     """
     if folder is None:
-        ignore = shutil.ignore_patterns(*NOT_COPIED)
+        ignore = shutil.ignore_patterns(*NOT_COPIED, f"{FOLDER}*")  # temporary ones may be here
         shutil.copytree(".", copy, symlinks=True, ignore=ignore)
         return
     copy.mkdir(parents=True)

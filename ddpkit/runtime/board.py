@@ -190,23 +190,23 @@ class Record:
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
 
-def unfitting(by_rank: dict[int, Record]) -> list[tuple[int, int]]:
-    """Return the pairs (sender, receiver) of ranks whose sizes in an all_to_all don't match.
+def unfitting(by_rank: dict[int, Record]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the sizes in an all_to_all that don't match: {(sender, receiver): (sent, expected)}.
 
-    They don't match if the sender sends another number of elements than the receiver expects.
+    Sent is the number of elements that the sender sends, expected what the receiver expects of it.
     by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
         missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are pairs
         for which a record has too few sizes: there PyTorch itself raises an error.
     """
-    pairs = []
+    found = {}
     sized = {rank: record for rank, record in by_rank.items() if record.splits is not None}
     for sender, sent in sized.items():
         for receiver, received in sized.items():
             to, by = sent.ranks.index(receiver), sent.ranks.index(sender)
             too_few = to >= len(sent.splits[0]) or by >= len(received.splits[1])
             if not too_few and sent.splits[0][to] != received.splits[1][by]:
-                pairs.append((sender, receiver))
-    return pairs
+                found[sender, receiver] = sent.splits[0][to], received.splits[1][by]
+    return found
 
 
 class Board:

@@ -35,8 +35,8 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     The headline is like 'mismatch: rank 0 called all_reduce(8 float32, sum), but rank 1 called
     barrier().'
     """
-    if pairs := unfitting(by_rank):
-        return _explain_splits(by_rank, pairs)
+    if sizes := unfitting(by_rank):
+        return _explain_splits(sizes)
     ranks_by_call: dict[str, list[int]] = {}
     for rank, record in sorted(by_rank.items()):
         ranks_by_call.setdefault(record.call, []).append(rank)
@@ -49,27 +49,24 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
     return said, _how_to_agree(list(by_rank.values()))
 
 
-def _explain_splits(by_rank: dict[int, Record], pairs: list[tuple[int, int]]) -> tuple[str, str]:
+def _explain_splits(sizes: dict[tuple[int, int], tuple[int, int]]) -> tuple[str, str]:
     """Return (headline, advice) for an all_to_all whose splits (numbers of elements) disagree.
 
-    by_rank: {rank: its record of the call}.
-    pairs: each (sender, receiver) where the sender sends more or fewer elements than the receiver
-        expects. The headline begins with the pairs of the rank that is in most of them. If there
-        are several pairs, and only this rank is in all, the advice is to look at its splits first.
+    sizes: {(sender, receiver): (number of elements sent, another number expected)}. The headline
+        begins with the pairs of the rank that is in most of them. If there are several pairs, and
+        only this rank is in all, the advice is to look at its splits first.
     """
-    in_pairs = Counter(rank for pair in pairs for rank in set(pair))
+    in_pairs = Counter(rank for pair in sizes for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
     said = []
-    for sender, receiver in sorted(pairs, key=lambda pair: (odd not in pair, pair)):
-        ranks = by_rank[sender].ranks
-        sent = by_rank[sender].splits[0][ranks.index(receiver)]
-        expected = by_rank[receiver].splits[1][ranks.index(sender)]
+    for sender, receiver in sorted(sizes, key=lambda pair: (odd not in pair, pair)):
+        sent, expected = sizes[sender, receiver]
         elements = "" if said else " elements"
         whose = f"rank {sender} sends {sent}{elements} to rank {receiver}"
         said.append(f"{whose}, which expects {expected}")
     advice = "What a rank sends to another must be as long as that one expects it."
     others = [count for rank, count in in_pairs.items() if rank != odd]
-    if times == len(pairs) > max(others, default=0) and len(pairs) > 1:
+    if times == len(sizes) > max(others, default=0) and len(sizes) > 1:
         advice += f" Rank {odd} is in all of these pairs: look at its splits first."
     headline = f"mismatch: the splits of all_to_all disagree: {'; '.join(said)}."
     return headline, f"{advice} Have you exchanged the counts first?"
