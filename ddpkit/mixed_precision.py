@@ -170,14 +170,14 @@ class MixedPrecisionOptimizer(Optimizer):
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Shrink this rank's unscaled gradients to a norm of `max_norm` at most; return the old."""
+        """Shrink this rank's unscaled gradients to `max_norm` at most; return the norm before."""
         if self.scaler.overflow is None:
             self.unscale_()
         return clip_grad_norm_(self.masters.values(), max_norm)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the masters unless a rank overflowed; round them into the weights; adapt scale."""
+        """Update masters, unless a rank overflowed; round them into weights; adapt the scale."""
         if self.scaler.overflow is None:
             self.unscale_()
         self.scaler.step(self.optimizer)

@@ -31,8 +31,8 @@ ITERATIONS = 5
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Bring a matrix's singular values to about 0.7 to 1.2: the nearest orthogonal one, roughly.
 
-    matrix: (rows, columns). Returns the same shape in bf16. Values below 1 % of the matrix's norm
-    end lower. Cost: 15 products of matrices. Bernstein and Newhouse 2024; Jordan et al. 2024.
+    matrix: (rows, columns). Returns the same shape in bf16. Values below 0.1 % of the matrix's
+    norm end lower. Cost: 15 products of matrices. Bernstein and Newhouse 2024; Jordan et al. 2024.
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()

@@ -41,7 +41,7 @@ class Agreement:
         self.key += f"/{number}"
 
     def check(self, call: str) -> None:
-        """Return if this rank may make this collective call next, in words ("reduce the root ...").
+        """Return only if this rank may make this call next, named in words ("reduce the root ...").
 
         The ranks compare it in the first step, and later if it hasn't followed on `last` before.
         ValueError: another rank makes a different call. RuntimeError: after the first step, another
