@@ -1,7 +1,7 @@
 """ddpkit.audit: right trainings are the same, wrong ones are told with their factor and place."""
 
 import contextlib
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import launch
@@ -26,6 +27,7 @@ from ddpkit.audit import (
     unchanged,
 )
 from ddpkit.audit.causes import steps_apart, written_between
+from ddpkit.audit.compare import with_serial_names
 from ddpkit.audit.finite import function_too_large, product_too_large
 from ddpkit.audit.ratios import apart
 from ddpkit.audit.tape import Step, plain_name
@@ -328,6 +330,40 @@ def test_tapes_are_compared_by_name_from_the_start_on():
     assert not compare(Tape(1), [Tape(1)]).fine
 
 
+def test_under_other_names_a_report_says_the_same():
+    def run(outer: str, factors=(1, 1), bias: int = 1, writes: bool = False) -> Tape:
+        linear = nn.Linear(2, 2)
+        nn.init.ones_(linear.weight)
+        nn.init.ones_(linear.bias)
+        linear.forward = lambda x: F.linear(x, linear.weight, bias * linear.bias)
+        model = nn.Sequential(OrderedDict({outer: nn.Sequential(linear)}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Tape(2) as tape:
+            for step in range(2):
+                if step and writes:
+                    nn.init.zeros_(linear.weight)
+                optimizer.zero_grad()
+                for factor, x in zip(factors, torch.tensor([[1.0, 2.0], [3.0, step]]), strict=True):
+                    (factor * model(x).square().mean()).backward()
+                optimizer.step()
+        return tape
+
+    rename = {f"layers.{name}": f"blocks.{name}" for name in ("0.weight", "0.bias")}
+    for wrong, said in (
+        ([{"bias": 2}] * 2, "that of blocks.0 (Linear): its bias is in it 2 times"),
+        ([{"factors": (2, 1)}], "×2 for micro-batch 0; ×1 for micro-batch 1"),
+        ([{}, {"writes": True}], "rank 1 changed blocks.0.weight: what writes there"),
+    ):
+        serial = run("blocks")
+        told = str(compare(serial, [run("layers", **of) for of in wrong], rename))
+        assert told == str(compare(serial, [run("blocks", **of) for of in wrong]))
+        assert said in told
+    nested = {"layers.0.weight": "first.weight", "weight": "b.weight"}
+    tape = Tape(1)
+    tape.outputs = dict.fromkeys(("layers.0", "", "c"))
+    assert list(with_serial_names(tape, nested).outputs) == ["first", "b", "c"]
+
+
 def with_gradient(gradient: torch.Tensor, **more) -> Tape:
     tape = tape_of()
     tape.begin = {"w": torch.ones_like(gradient)}
@@ -482,8 +518,8 @@ def test_what_is_written_between_two_updates_is_named():
     assert f"{between}rank 0, the serial run changed weight:" in str(compare(wrong, [wrong, right]))
     assert compare(wrong, [wrong, wrong]).fine
     blind = Step()  # a pipeline's other stage; FSDP's shards
-    assert written_between(1, wrong.steps[1], [wrong.steps[1], blind], {}) == []
-    assert written_between(1, wrong.steps[1], [blind, blind], {}) == []
+    assert written_between(1, wrong.steps[1], [wrong.steps[1], blind]) == []
+    assert written_between(1, wrong.steps[1], [blind, blind]) == []
 
 
 def test_who_skips_has_later_samples_and_that_is_no_reason_to_be_undecided():

@@ -1,8 +1,8 @@
 """Suggest, in sentences, why a parallel training differs from the serial run.
 
 It goes by factors, by which gradients are multiples of the serial ones, and by the first module's
-output that differs. `ours` is a `Step` of the serial run, `theirs` that step on each rank. Tensors
-are looked up by their serial names, so a parallel model with other names gets fewer causes.
+output that differs. `ours` is a `Step` of the serial run, `theirs` that step on each rank, both with
+the serial names.
 """
 
 from itertools import chain
@@ -49,18 +49,18 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
     return list(dict.fromkeys(specific or causes))
 
 
-def written_between(step: int, ours: Step, theirs: list[Step], rename: dict[str, str]) -> list[str]:
+def written_between(step: int, ours: Step, theirs: list[Step]) -> list[str]:
     """Return sentences on parameters that some runs, ranks or the serial one, changed, others not.
 
     They changed between the updates of steps `step` - 1 and `step`. A rank counts among the others
     if its own backward gives a gradient of the parameter: what is written into FSDP's shards, or
-    DTensors, isn't noted. rename: {a name of the parallel model: the serial one}.
+    DTensors, isn't noted.
     """
     changed = {}
     seen = {}
     for rank, taken in enumerate(theirs):
-        changed[f"rank {rank}"] = {rename.get(name, name) for name in taken.written}
-        seen[f"rank {rank}"] = {rename.get(name, name) for name in chain(*taken.parts)}
+        changed[f"rank {rank}"] = set(taken.written)
+        seen[f"rank {rank}"] = set(chain(*taken.parts))
     changed["the serial run"] = set(ours.written)
     seen["the serial run"] = set(ours.parameters)
     told: dict[str, list[str]] = {}

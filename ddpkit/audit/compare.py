@@ -15,6 +15,10 @@ pass: LOOSEST is the most that is allowed, and right runs stay far below it. Bet
 (`to_the_bit`) the tolerance is 0.
 """
 
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch import Tensor
 
 from .causes import NO_FACTOR, explained, first_output, of_the_update, steps_apart, written_between
@@ -43,18 +47,18 @@ def compare(
     rename = rename or {}
     for tape in parallel:
         check_names(serial, tape, rename)
+    parallel = [with_serial_names(tape, rename) for tape in parallel]
     steps = min(len(tape.steps) for tape in (serial, *parallel))
     tolerance = 0.0 if to_the_bit else first_tolerance(serial)
     report = Report(steps, len(serial.begin), tolerance)
     ranks = len(parallel)
 
     def differing(step: int, what: str, expected: dict, of: list[dict], before=None) -> bool:
-        renamed = [with_names(tensors, rename) for tensors in of]
         allowed = min(LOOSEST, tolerance * max(1, step + 1))
-        report.differences += judge(step, what, expected, renamed, allowed, before)
+        report.differences += judge(step, what, expected, of, allowed, before)
         return bool(report.differences)
 
-    parts = other_shapes(serial, parallel, rename)
+    parts = other_shapes(serial, parallel)
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
         report.undecided = bool(parts)
         report.causes += parts or [
@@ -73,7 +77,7 @@ def compare(
             skipped = "" if any(map(steps_apart, before)) else steps_apart(theirs)
             if skipped and step:  # the rank that skipped has the samples of a later step
                 others, report.undecided = "", False
-            causes = written_between(step, ours, theirs, rename)
+            causes = written_between(step, ours, theirs)
             causes += [cause for cause in (skipped, others) if cause]
             if not causes or (causes == [skipped] and step == 0):
                 factors = explained(report.differences, ranks, ours, theirs)
@@ -108,10 +112,10 @@ def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
     return [f"rank {rank} made {n} updates, the serial run {due}" for rank, n in counts if n != due]
 
 
-def other_shapes(serial: Tape, parallel: list[Tape], rename: dict[str, str]) -> list[str]:
+def other_shapes(serial: Tape, parallel: list[Tape]) -> list[str]:
     """Return one sentence, on the first parameter whose shape on a rank isn't the serial; or []."""
     for tape in parallel:
-        for name, value in with_names(tape.begin, rename).items():
+        for name, value in tape.begin.items():
             due = tuple(serial.begin[name].shape) if name in serial.begin else value.shape
             if value.shape != due:
                 shapes = f"{tuple(value.shape)} on rank {tape.rank}, {due} serially"
@@ -120,15 +124,44 @@ def other_shapes(serial: Tape, parallel: list[Tape], rename: dict[str, str]) -> 
     return []
 
 
-def with_names(tensors: dict, rename: dict[str, str]) -> dict:
-    return {rename.get(name, name): tensor for name, tensor in tensors.items()}
-
-
 def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
     theirs = {rename.get(name, name) for name in tape.begin}
     if serial.begin and theirs and not theirs & set(serial.begin):
         got = f"{next(iter(tape.begin))!r} on rank {tape.rank}, {next(iter(serial.begin))!r} in the"
         raise ValueError(f"expected parameters of the same names, got {got} serial run: use rename")
+
+
+def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
+    """Return a copy of a rank's tape in which parameters and modules have their serial names.
+
+    rename: {parameter's name in the parallel model: in the serial one}. A module is renamed if its
+    parameter is, and keeps its last name: {"a.weight": "b.weight"} renames the module "a" to "b".
+    """
+    modules = {}
+    for name, serial in rename.items():
+        while name and name.rpartition(".")[2] == serial.rpartition(".")[2]:
+            name, serial = name.rpartition(".")[0], serial.rpartition(".")[0]
+            modules[name] = serial
+    named = copy.copy(tape)
+    named.begin = with_names(tape.begin, rename)
+    named.outputs = with_names(tape.outputs, modules)
+    named.steps = [
+        replace(
+            step,
+            gradients=with_names(step.gradients, rename),
+            parameters=with_names(step.parameters, rename),
+            last=with_names(step.last, rename),
+            parts=[with_names(part, rename) for part in step.parts],
+            written=[rename.get(name, name) for name in step.written],
+        )
+        for step in tape.steps
+    ]
+    return named
+
+
+def with_names(by_name: Mapping, rename: dict[str, str]) -> dict:
+    """Return a dict with the same values, in the same order, and other keys."""
+    return {rename.get(name, name): value for name, value in by_name.items()}
 
 
 def first_tolerance(serial: Tape) -> float:
