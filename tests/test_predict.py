@@ -42,6 +42,10 @@ def test_what_is_measured_may_be_near(predict):
     time.enter("12")
     assert time.answer(10.0, within=0.25).endswith("10. ✓ you: 12")
     assert time.answer(20.0, within=0.25).endswith("20. ≠ you: 12")
+    tokens = predict("Tokens?")
+    tokens.enter("1.5e6")
+    assert tokens.answer(12345.0).endswith("12,345. ≠ you: 1,500,000")
+    assert tokens.answer(1e20).endswith("1e+20. ≠ you: 1,500,000")
 
 
 def test_score_counts_what_was_entered(predict):

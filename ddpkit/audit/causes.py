@@ -1,8 +1,8 @@
 """Suggest, in sentences, why a parallel training differs from the serial run.
 
 It goes by factors, by which gradients are multiples of the serial ones, and by the first module's
-output that differs. `ours` is a `Step` of the serial run, `theirs` that step on each rank, both with
-the serial names.
+output that differs. `ours` is a `Step` of the serial run, `theirs` that step on each rank; names of
+parameters and modules are the serial ones.
 """
 
 from itertools import chain

@@ -69,7 +69,7 @@ class Prediction(Live):
     @property
     def said(self) -> str:
         """Return the guess as text for the reader, such as "1,024"; `guess` must not be None."""
-        return self.guess if self.choices else f"{self.guess:,.6g}"
+        return self.guess if self.choices else in_digits(self.guess, 6)
 
     def enter(self, guess: float | str) -> str:
         """Store the reader's guess in `guess`; return a sentence that says whether it counts.
@@ -102,7 +102,7 @@ class Prediction(Live):
         if self.choices and value not in self.choices:
             raise ValueError(f"expected one of {self.choices}, got {value!r}")
         self.answered = True
-        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value}"
+        shown = in_digits(value, 4) if isinstance(value, float) else f"{value}"
         found = f"{self.question} {shown}"
         if self.guess is None:
             return Answer(found, answer_card(None, self.question, shown, ""))
@@ -112,6 +112,12 @@ class Prediction(Live):
         sign = "✓" if self.right else "≠"
         page = answer_card(self.right or "surprise", self.question, shown, self.said)
         return Answer(f"{found}. {sign} you: {self.said}", page)
+
+
+def in_digits(number: float, digits: int) -> str:
+    """Return a number as text with `digits` digits, or all of those before the point: "12,345"."""
+    long = 10**digits <= abs(number) < 1e15
+    return f"{number:,.0f}" if long else f"{number:,.{digits}g}"
 
 
 class Answer(str):
