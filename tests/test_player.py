@@ -443,6 +443,17 @@ def test_long_buffers_fit_the_page():
     assert (width, height) == pytest.approx((WIDTH, stage.height))
 
 
+def test_every_one_of_many_ranks_has_room_for_its_numbers_and_words():
+    frames, _ = frames_of(ring)
+    for frame in frames:
+        frame.memory = [{"x": [(1.0, 0)]}] * 24
+        frame.status = dict.fromkeys(range(24), "waits here for ever")
+    stage = Stage(frames, 24)
+    assert all("x" in spots for spots in stage.spots)
+    assert stage.pitch >= stage.tall + stage.said > page.ROW
+    assert stage.height > stage.title + 24 * stage.pitch > page.TALLEST
+
+
 def test_no_two_arrows_that_pass_each_other_share_a_place():
     frames, _ = frames_of(ring)
     stage = Stage(frames, 3)

@@ -144,7 +144,8 @@ class Stage:
     """The layout of an animation's pictures, the same for all its frames, so that nothing jumps.
 
     There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
-    of 700 (`page.TALLEST`) pixels are left out, or shortened.
+    of 700 (`page.TALLEST`) pixels are left out, or shortened. With many ranks the page is longer,
+    since each row has room for one line of numbers.
 
     frames: all frames of the animation. world_size: the number of ranks. Computed from these:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
@@ -169,6 +170,7 @@ class Stage:
         self.said = 26 if any(frame.status for frame in frames) else 0
         self.changes = [_change(frame.event) for frame in frames]
         room = (page.TALLEST - self.title - FOOT) / world_size - self.said
+        room = max(room, page.ROW + 2 * PAD)
         self.spots = [self._place(_lengths(frames, r), room - 2 * PAD) for r in range(world_size)]
         tall = [page.ROW]
         for spots in self.spots:
