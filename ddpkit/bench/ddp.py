@@ -51,7 +51,7 @@ MODELS = [  # name, model, on which link
 
 
 def make_replicas(make: Callable[[], Task], group: ProcessGroup) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first."""
+    """Return {variant: a fresh model, wrapped by it, and its SGD}, the baseline, torch's, first."""
     fast = partial(BucketedDDP, bucket_cap_mb=CAP_MB)
     wraps = {
         TORCH: partial(by_torch, group=group),

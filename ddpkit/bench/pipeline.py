@@ -1,5 +1,6 @@
-"""Steps of a pipeline beside torch's, on Gloo; and idle time beside the plan, with stages that
-sleep for a tick and compute nothing: even more stages than cores don't disturb each other.
+"""Steps of a pipeline beside torch's; and idle time beside that of the schedule's dry run.
+
+Stages sleep for the second and compute nothing: more stages than cores don't disturb each other.
 """
 
 import statistics
@@ -73,7 +74,10 @@ def by_us(name: str, layers: nn.Module, comes: Tensor, m: int, group: ProcessGro
 
 
 def contest(micro_batches: int, rows: int, plain: ProcessGroup) -> Contest:
-    """Make the ways to take micro-batches through a GPT; all have the same layers on this rank."""
+    """Make a contest of pipelines, torch's and ours; all share this rank's layers of one GPT.
+
+    rows: sequences in a micro-batch. plain: the group to send in, which records nothing.
+    """
     torch.manual_seed(0)
     model = GPT(layers=6, width=256, heads=8)
     tokens = torch.randint(256, (micro_batches * rows, 65))
@@ -126,8 +130,9 @@ class SleepingForward(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A stage that takes a tick for each part. Stage 0 has nothing to do in the input's part of
-    backward: its weights take two.
+    """A stage that sleeps a tick in forward, one for its input's gradient, one for its weight's.
+
+    Stage 0 has no input's gradient to compute: it sleeps two for its weight's.
     """
 
     def __init__(self, stage: int, tick_s: float):
@@ -141,7 +146,7 @@ class Sleeping(nn.Module):
 
 
 def sleep(schedule: Schedule, micro_batches: int, rounds: int, tick_s: float) -> list[tuple]:
-    """Return this rank's (begin, end, busy seconds) of each round but the first."""
+    """Return this rank's (begin, end, busy seconds) of `rounds` sleeping steps, after a warm-up."""
     ranks, x = rank_of_stage(schedule), torch.zeros(micro_batches, 1)
     mine = [stage for stage in ranks if ranks[stage] == dist.get_rank()]
     stages = [PipelineStage(Sleeping(stage, tick_s), stage, x[:1]) for stage in mine]

@@ -65,7 +65,7 @@ def torchs_zero() -> type[torch.optim.Optimizer]:
 def make_replicas(
     make: Callable[[], Task], group: ProcessGroup, names: Iterable[str] = VARIANTS
 ) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first; always with computing alone and a second baseline."""
+    """Return {variant: model and optimizer} of `names`, computing alone and the baseline again."""
     adamw, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
     by_torch = partial(DistributedDataParallel, process_group=group, gradient_as_bucket_view=True)
     torch_zero = partial(torchs_zero(), optimizer_class=adamw, process_group=group, **options)
@@ -106,7 +106,7 @@ def measure(
     rounds: int = ROUNDS,
     variants: Iterable[str] = VARIANTS,
 ) -> Results:
-    """Time the steps of the variants on each model, on Gloo; the comparison is of `Sync`.
+    """Time the steps of the variants on each model, on Gloo, beyond computing alone (`Sync`).
 
     rounds: turns of each. variants: some of `VARIANTS`, the first among them.
     ValueError: no round.
@@ -120,7 +120,7 @@ def measure(
 
 
 def together(model: str, seconds: dict, nbytes: int, counted: list[dict]) -> list[Result]:
-    """Make the results of one case; nbytes: of the gradients; counted: by each rank."""
+    """Make a case's results. seconds: {variant: of each step}; counted: each rank's `count`."""
     sync_s = {}
     for name, steps in seconds.items():
         if name != COMPUTE:

@@ -21,12 +21,12 @@ TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (7, 4, OTHER), (1, 0, S
 
 
 def _trials(of_rank: Callable, messages: Callable, root: str = "", cases=CASES):
-    """Make trials on 2, 3 and 4 ranks; two calls in another shape and dtype; 1 rank last.
+    """Make a trial of each case, (ranks, root, (calls, shape, dtype)); tensors hold known numbers.
 
-    of_rank: called with rank, world size and root; returns what the rank brings and what it then
-    has, each {argument: the number that fills its tensor, or each tensor of the list}; an argument
-    that isn't named may hold anything. messages: their count, by the world size. root: the name of
-    the answer's argument for it.
+    of_rank: called with rank, world size and root; returns what the rank brings to a call and what
+    it has after it, each {argument: the number that fills its tensor, or a list of numbers for a
+    list of tensors}. What it has may leave out arguments that don't matter. messages: called with
+    the world size; returns how many a call needs. root: the answer's argument for it, if any.
     """
     for world_size, src, (calls, shape, dtype) in cases:
         what = [f"{root}={src}"] if root else []
@@ -45,7 +45,7 @@ def _trials(of_rank: Callable, messages: Callable, root: str = "", cases=CASES):
 
 
 def _run(answer, brought, calls, shape, dtype, src, looked_at):
-    """Call the answer; return the numbers of the caller's tensors."""
+    """Call the answer `calls` times; return {argument: its numbers} of this rank's `looked_at`."""
     for times in range(calls, 0, -1):  # 1 in the last call
         mine = {}
         for name, numbers in brought[dist.get_rank()].items():
@@ -55,7 +55,7 @@ def _run(answer, brought, calls, shape, dtype, src, looked_at):
 
 
 def _tensors(numbers, shape, dtype, times=1):
-    """Make a tensor full of a number; of several numbers, a list of tensors."""
+    """Make a tensor full of `times` a number; of a list of numbers, a list of tensors."""
     if isinstance(numbers, list):
         return [_tensors(number, shape, dtype, times) for number in numbers]
     return torch.full(shape, times * numbers, dtype=dtype)
@@ -71,7 +71,7 @@ def _first(values) -> int:
 
 
 def _check_tree(trial: Trial, run):
-    """Check that there are ⌈log₂ W⌉ hops, and no rank takes part in more messages."""
+    """Check that a call takes ⌈log₂ W⌉ hops at most, and a rank takes part in no more messages."""
     wrong = check_wire(trial, run)
     if wrong:
         return wrong
@@ -300,7 +300,7 @@ def _reduce_scatter(rank, world_size, src):
 
 def _explain_reduce_scatter(trial: Trial, rank: int, expected: dict, got: dict):
     value, world_size = _first(got["output"]), trial.world_size
-    if value % 10 == 9:
+    if value == _first(expected["output"]) + JUNK:
         return "What was in `output` before is still in it: copy_ the first chunk, then add."
     for digit, times in enumerate(who_is_in(value, world_size**2)):
         other, chunk = divmod(digit, world_size)

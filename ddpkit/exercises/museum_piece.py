@@ -3,9 +3,9 @@
     museum.late_flag(mechanism=..., number=...)     # shows code, symptom, question, choices
     museum.late_flag(mechanism="b", number=2)       # judges both, by running it
 
-Each choice is a mechanism, and brings a repair of the code. A choice is right if the code so
-repaired is, on all ranks, the run on one process; "sound" is right if the code is that already. The
-number is measured: the code runs beside the one process. Nothing is judged by what is written here.
+Each choice is a mechanism, and brings a repair of the code. A choice is right if the code, so
+repaired, has the same numbers on all ranks as the run on one process; "sound" is right if the code
+itself has. The number is measured as well: nothing is judged by what is written here.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ Measure = Callable[[list[Seen], list[Seen]], float]  # from the ranks' runs, and
 
 
 def see(trained: Trained) -> dict[str, Tensor]:
-    """List a module's parameters, whole, and their gradients; of a dict, its numbers."""
+    """Return a module's parameters and gradients by name, parts joined; of a dict, its numbers."""
     if not isinstance(trained, nn.Module):
         return {name: torch.as_tensor(value).detach().clone() for name, value in trained.items()}
     split = splits(trained)
@@ -64,7 +64,7 @@ def see(trained: Trained) -> dict[str, Tensor]:
 
 
 def on_meshes(cases: list[Case]) -> list[Case]:
-    """Give cases, all of one mesh, that mesh of this run's ranks."""
+    """Return the cases, all of one mesh, with that mesh made; without inner groups, as they are."""
     if cases[0].inner == 1:
         return cases
     shape = cases[0].ranks // cases[0].inner, cases[0].inner
@@ -91,9 +91,9 @@ def differing(got: Seen, right: Seen) -> list[str]:
 
 
 def judged_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tuple]:
-    """Return, for each case, (whether this rank's numbers aren't one process's, audit's verdict).
+    """Compare a run with one process, by case: (this rank's numbers differ, the training differs).
 
-    The verdict is rank 0's, from the tapes of all ranks; see `differs_by_audit`.
+    The second is the audit's verdict on all ranks' tapes, or recordings: see `differs_by_audit`.
     """
     found = []
     for case in on_meshes(cases):
@@ -107,7 +107,10 @@ def judged_on_a_rank(train: Train, serial: Train, cases: list[Case]) -> list[tup
 
 
 def differs_by_audit(alone: Tape, mine: Tape) -> bool | None:
-    """Return whether the audit finds a difference; None on other ranks, and if nothing trains."""
+    """Return, on rank 0, whether the ranks' tapes differ from `alone`, the tape of one process.
+
+    mine: this rank's. None on other ranks, and if nothing trains.
+    """
     tapes = [None] * dist.get_world_size()
     sent = only_numbers(mine, lambda x: x.double().numpy())  # pickled 8 times as fast as tensors
     dist.gather_object(sent, tapes if dist.get_rank() == 0 else None)
@@ -142,7 +145,7 @@ def factor_of(got: Tensor, right: Tensor) -> float:
 
 
 def factor(name: str, rank: int = 0) -> Measure:
-    """Measure how many times the right tensor a rank has."""
+    """Measure how many times as large as the right one a rank's tensor `name` is."""
     return lambda got, right: factor_of(got[rank][name], right[rank][name])
 
 
@@ -171,7 +174,7 @@ class Piece:
     code: trains on all ranks of a case. serial: the same on one process. symptom: what people saw.
     source: where it was found. choices: mechanisms with repairs, as a table of `checker.mistakes`;
     "sound" is always one more. why: what there is to know afterwards. case: the run that is judged;
-    meshes: those of the command.
+    meshes: those of `python -m ddpkit.exercises.museum`. asks: for the number that `measure` finds.
     """
 
     code: Train
@@ -184,7 +187,7 @@ class Piece:
     why: str
     case: Case
     meshes: tuple[Case, ...] = DATA
-    first: tuple[bool, bool] | None = field(default=None, init=False)  # right at once: which, what
+    first: tuple[bool, bool] | None = field(default=None, init=False)  # right: mechanism, number
     false_alarm: bool = field(default=False, init=False)
 
     @property
@@ -205,7 +208,7 @@ class Piece:
         return self.repairs[mechanism].applied_to(self.code)
 
     def run(self, mechanism: str, case: Case, seeds: int = 1, on_a_rank=run_on_a_rank) -> list:
-        """Run the code, repaired or not, on all ranks; return `on_a_rank`'s result of each."""
+        """Run `repaired(mechanism)` with `seeds` seeds from the case's; return results by rank."""
         cases = [case.with_seed(case.seed + more) for more in range(seeds)]
         run = launch(
             on_a_rank,
@@ -319,7 +322,7 @@ def wrapped(text: str) -> str:
 
 
 def source_in(file: str) -> str:
-    """Return the source of a repaired piece, which stands in no file."""
+    """Return a repaired piece's source; `file` is the name it was compiled with, not on disk."""
     return "".join(linecache.getlines(file))
 
 

@@ -68,7 +68,7 @@ def serial_with_output(case):
 
 
 def times_in_the_output(got, right):
-    """Measure how often the bias is in the output, where the case's seed is 0."""
+    """Measure how often the bias is in the output, if the case is `Case(3, 1)`."""
     bias = mlp(Case(3, 1)).second.bias
     return 1 + factor_of(got[0]["output"] - right[0]["output"], bias.expand_as(got[0]["output"]))
 
@@ -363,10 +363,10 @@ def changed(got):
 
 
 class Lengths(nn.Module):
-    """Compute a loss whose gradients are 3, 4, 12 on ranks 0, 1, 2 for `mine`, `copied` for all.
+    """Compute a loss with known gradients: of `mine` 3, 4, 12, 84 by rank, of `copied` as given.
 
-    mine: (1,), this rank's part; its name has the rank in it. copied: (1,), alike on all. ranks:
-    whose parts this holds, for the one process.
+    mine: (1,), this rank's part, named "mine0" on rank 0. copied: (1,), alike on all ranks. ranks:
+    those whose parts this holds, all on the one process; by default this one.
     """
 
     def __init__(self, copied: float, seed: int, ranks: Sequence[int] = ()):

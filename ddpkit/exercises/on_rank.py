@@ -73,7 +73,7 @@ def watched(
 
 
 def named(answer: Callable, args: tuple, kwargs: dict) -> list[tuple[str, object]]:
-    """List (parameter, argument) of a call; of a list of arguments, each has the same name."""
+    """List (parameter, argument) of a call, `*args` as one tuple; [] if the call doesn't fit."""
     try:
         bound = inspect.signature(answer).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will tell
@@ -82,9 +82,10 @@ def named(answer: Callable, args: tuple, kwargs: dict) -> list[tuple[str, object
 
 
 def frozen(x: object, place_only: bool) -> object:
-    """Describe an argument so that any change shows; place_only: which tensors it holds, not what.
+    """Describe an argument so that a change shows; place_only: which tensors it holds, not what.
 
-    No tensor is allocated, for trials that watch memory, and a tensor that counts reads isn't read.
+    No tensor is allocated, since trials may watch memory. Of subclasses of Tensor, which may count
+    reads, and of objects of other types only the identity shows.
     """
     if isinstance(x, list | tuple):
         return [type(x).__name__, *(frozen(part, place_only) for part in x)]

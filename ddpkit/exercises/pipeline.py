@@ -1,4 +1,4 @@
-"""Checkers of notebook 10's schedules: gpipe, one_f_one_b, and a published one to be mended.
+"""Checkers of notebook 10's schedules: gpipe, one_f_one_b, a published one to mend, zero_bubble.
 
 Those of exercises that run on ranks are in `pipeline_ranks`.
 """
@@ -13,7 +13,7 @@ CASES = [(3, 4), (2, 2), (4, 8), (4, 2), (1, 3)]  # stages, micro-batches
 
 
 def gpipe_rows(stages: int, micro_batches: int) -> list[list[str]]:
-    """The specification."""
+    """The specification: a list of actions for each stage, such as ["0F0", "0F1", "0B0", "0B1"]."""
     rows = []
     for stage in range(stages):
         rows.append([f"{stage}{kind}{i}" for kind in "FB" for i in range(micro_batches)])
@@ -21,7 +21,7 @@ def gpipe_rows(stages: int, micro_batches: int) -> list[list[str]]:
 
 
 def one_f_one_b_rows(stages: int, micro_batches: int) -> list[list[str]]:
-    """The specification: 0B0 follows p forwards of stage 0, 1B0 p - 1 of stage 1, ..."""
+    """The specification: p - s forwards on stage s of p, then a backward and a forward in turn."""
     rows, last = [], micro_batches - 1
     for stage in range(stages):
         moments = {f"{stage}F{i}": (i, 0) for i in range(micro_batches)}
@@ -205,7 +205,7 @@ LIMITS = (3, 6), (2, 4), (4, 8), (4, 4), (1, 3)  # stages, micro-batches
 
 
 def _run_bubble(answer):
-    """Judge plan after plan, in ticks and in what is held, up to the first that isn't right."""
+    """Judge plan after plan as `_judged` does, up to the first that isn't right."""
     seen = {}
     for stages, micro_batches in LIMITS:
         case = f"with {stages} stages and {micro_batches} micro-batches"
@@ -221,7 +221,7 @@ _BUBBLE = {"a plan": True, "it runs": True, "stages": True, "held": True, "idle"
 
 
 def _judged(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
-    """Say of a plan what holds; each entry is True, or what there is instead."""
+    """Return {entry of `_BUBBLE`: True, what the plan has instead, or None if not looked at}."""
     seen = dict.fromkeys(_BUBBLE, None)
     if not isinstance(plan, list | tuple) or not all(isinstance(row, list | tuple) for row in plan):
         return seen | {"a plan": "no list of lists"}

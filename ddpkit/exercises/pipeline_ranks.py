@@ -1,8 +1,8 @@
-"""Checkers of notebook 10's stages on ranks: a stage's step, the mean over micro-batches, and the
-gradient of a weight that two stages have.
+"""Checkers of notebook 10's stages on ranks: forwards, steps, the mean, and a shared weight.
 
-Every stage multiplies by 2, and of a gradient each digit is a micro-batch: 321 has all of three,
-each with its own loss.
+The mean is that over micro-batches; the first and the last stage share a weight, whose gradient has
+two parts. In `run_stage` every stage multiplies by 2, and of a gradient digit i is micro-batch i,
+whose loss counts i + 1 times: 321 has all of three.
 """
 
 import math
@@ -327,7 +327,7 @@ class _Line(nn.Linear):
 
 
 def _run_accumulate(answer, cuts):
-    """Run the answer; row r is 10**r, its loss ROWS times that: each digit of the mean is a row."""
+    """Run the answer on rows 1, 10, 100, ..., `cuts` of them at a time; a digit counts a row."""
     model = _Line()
     rows = 10.0 ** torch.arange(ROWS, dtype=torch.float64)[:, None]
     micro_batches = [(part, torch.ones_like(part)) for part in rows.split(cuts)]

@@ -4,6 +4,7 @@ Those of recursive halving and of the cost model's fit are in `few_hops`.
 """
 
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ def lengths_trials(sums: bool, returns: str, halves: int = 1, lengths=LENGTHS, h
 
     sums: the chunks are added up. Then chunk c of rank r is full of 10**(W·r + c), so that each has
     a digit of its own in the sum; otherwise it is full of 10**r. returns: "x" or "chunk", the part
-    of x that is right in the end. halves: the number of halves of an all-reduce. hops: {world size:
-    their number}; None: a ring's, in which every rank sends to its neighbour only.
+    of x that is right in the end. halves: 2 for an all-reduce, 1 for one half of it. hops: {world
+    size: the most messages of a rank}; None: a ring's, where a rank sends to one neighbour only.
     """
     for world_size, numel in lengths:
         x = torch.arange(numel)
@@ -85,7 +86,7 @@ def _place(got: object, x: torch.Tensor) -> str:
 
 
 def _passed_on_early() -> str | None:
-    """Name the place where this rank passed a chunk on before it had waited for it."""
+    """Describe the line of code that sent a chunk on before this rank had waited for it, if any."""
     records = recorder().records
     sends = [record for record in records if record.op == "send"]
     receives = [record for record in records if record.op == "recv"]
@@ -139,19 +140,19 @@ loses_the_remainder: .tensor_split(world_size) → .split(len(x) // world_size)
 
 
 def _follow(answer):
-    """Go round for real, sending the chunks that the plan names."""
+    """Run a reduce-scatter round a ring, sending the chunks that the plan names."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plan = answer(world_size)
     if not isinstance(plan, list | tuple) or not all(isinstance(r, list | tuple) for r in plan):
         return {"table": False, "plan": plan}
     rows = [len(row) for row in plan]
-    strangers = sorted({chunk for row in plan for chunk in row} - {*range(world_size)})
+    strangers = {str(chunk): chunk for chunk in chain(*plan) if chunk not in range(world_size)}
     sums, arrived = 10 ** (world_size * rank + torch.arange(world_size)), torch.empty(1).long()
     if rows == [world_size - 1] * world_size and not strangers:
         for passed_on, mine in zip(plan[rank], plan[rank - 1], strict=True):
             ring.send_right_receive_left(sums[passed_on].view(1), arrived, None)
             sums[mine] += arrived.item()
-    seen = {"table": True, "rows": rows, "strangers": strangers}
+    seen = {"table": True, "rows": rows, "strangers": list(strangers.values())}
     return seen | {"sum": sums[rank].item(), "plan": plan}
 
 
@@ -166,7 +167,7 @@ def _plan_trials():
 
 
 def _with_plans(run: Run, expected: list[dict]) -> list[dict]:
-    """Accept any plan that brings each sum to its rank."""
+    """Add each rank's own plan to what is expected: any is right that brings the sums home."""
     return [right | {"plan": got["plan"]} for right, got in zip(expected, run, strict=True)]
 
 
@@ -355,7 +356,7 @@ twice: return ring_all_gather(x, group) → ring_all_gather(x, group)⏎return r
 
 
 def _run_cost(answer, numel):
-    """Go round for real, for the wire to count, and ask the answer for its prediction."""
+    """Run a ring all-reduce, for the wire to count, and ask the answer for its prediction."""
     x = torch.ones(numel)
     ring.ring_all_reduce(x)
     return _ask_cost(answer, dist.get_world_size(), x.nbytes)

@@ -23,7 +23,7 @@ from .softmax import Numbers
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 TOKENS, WIDTH = 16, 2  # of a slice
-BLOCKS = 6  # of scores, TOKENS x TOKENS, that may be alive at once; a row of 4 slices has 4
+BLOCKS = 6  # of scores, TOKENS x TOKENS: fewer may be alive at once; a row of 4 slices has 4
 ALIVE = "numbers alive at once"
 CAUSAL = (
     "Without causal it is right. In hop h the keys are those of rank - h: a rank's own are masked "
@@ -88,7 +88,7 @@ skips_before_it_sends: works = [] → if causal and owner > rank: continue⏎wor
 
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
-    """Explain by what the trial adds: values that were right until `causal` hide keys."""
+    """Explain values that are wrong with `causal`: the trial before, without it, was right."""
     return CAUSAL if trial.what == "causal" and got["o"] != expected["o"] else None
 
 

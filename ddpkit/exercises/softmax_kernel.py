@@ -40,7 +40,7 @@ CASES = [  # name, rows, stride, block
 
 
 def _look(answer: Callable, case: str, rows: list, stride: int, block: int) -> dict:
-    """Run the kernel; return the rows it wrote, and the count of numbers changed outside them."""
+    """Run the kernel; return its rows, and counts of numbers written beyond them, changed in x."""
     os.environ["TRITON_INTERPRET"] = "1"
     from ddpkit import flash_triton  # readies the interpreter
 

@@ -1,6 +1,6 @@
 """Checkers of notebook 11: f and g, a row-parallel layer, an MLP with a bug, each rank's data.
 
-Rank r brings 10ʳ, so that each digit of a sum counts a rank.
+In the trials of f and g rank r brings multiples of 10ʳ, so that each digit of a sum counts a rank.
 """
 
 import warnings
@@ -31,7 +31,7 @@ def group_of(size: int) -> dist.ProcessGroup | None:
 def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -> Iterator[Trial]:
     """Make trials of a program, called with `args` and the number of ranks that share a model.
 
-    right: called with the number of ranks, that number, and `args`; returns each rank's result.
+    right: called with the world size, that number, and `args`; returns each rank's result.
     """
     for world_size, size in WORLDS:
         groups = f"in groups of {size}, " if size < world_size else ""
@@ -40,7 +40,7 @@ def in_groups(program: Callable, right: Callable[..., list], what: str, *args) -
 
 
 def of_group(trial: Trial, *_) -> str | None:
-    """Explain an answer that is right until only some of the ranks belong together."""
+    """Explain an answer that is right until ranks share a model in groups; None without groups."""
     told = (
         "Right where all ranks share a model, wrong where only those of a group do, as on a mesh. "
         "Who takes in all ranks? A call without `group`, its size, or a rank's place in it."
@@ -49,7 +49,7 @@ def of_group(trial: Trial, *_) -> str | None:
 
 
 def calls(since: int, until: int | None = None) -> dict[str, int]:
-    """Count the calls by kind, from this record on."""
+    """Count this rank's calls from record `since` to `until`, for example {"all_reduce": 1}."""
     return dict(Counter(record.op for record in recorder().records[since:until]))
 
 
@@ -59,7 +59,7 @@ def autograd_must_know() -> None:
 
 
 def whole(tensor: torch.Tensor | None) -> Rounded | None:
-    """List its numbers; the order in which they were added doesn't show."""
+    """List a tensor's numbers, rounded: the order in which they were added doesn't show."""
     return None if tensor is None else Rounded(tensor.flatten().tolist(), 6)
 
 
@@ -357,7 +357,7 @@ ParallelMLP = Exercise(
         "wire": "Two all-reduces a step, one of them backward.",
     },
     praise="two steps as one process takes them, with one all-reduce forward and one backward.",
-    note="One line of forward, mended. ddpkit.tensor_parallel.RowParallelLinear is this layer.",
+    note="The bias of down, once. ddpkit.tensor_parallel.RowParallelLinear is this layer.",
     mistakes=mistakes("""
 as_found: self.down_weight)  # a summand, so without the bias →
     ⏎self.down_weight, self.down_bias)⏎return library.SumOverRanks.apply(x)
@@ -398,7 +398,7 @@ def _run_share(answer, shape):
 
 
 def _shares(data: int, tensor: int) -> list[dict]:
-    """The specification: ranks in rows of the mesh, each of which computes one batch together."""
+    """The specification: ranks in a row of the mesh share a seed, and their part of 4 rows."""
     right = []
     for rank in range(data * tensor):
         row, rows_each = rank // tensor, 4 // data

@@ -1,7 +1,7 @@
 """Checkers of notebook 07: the plan, a step on shards, the stages' bytes, clipping, stage 3.
 
-The first element's gradients add up to a tally, each digit a rank: 11 on two ranks, 1111 on four.
-Element i has i + 1 times as much, so that a gradient in the wrong place shows.
+The first `zero_step` lowers element 0 by a tally, a digit for each rank: 11 on two, 1111 on four.
+Element i changes i + 1 times as much, so that a gradient in the wrong place shows.
 """
 
 import json
@@ -28,7 +28,7 @@ PLANS = [((4, 4), 2), ((5, 3), 2), ((5, 4), 2), ((7, 2, 1), 3), ((1, 1, 1), 4), 
 
 
 def _planned(numels: tuple[int, ...], world_size: int) -> list[list[list]]:
-    """The specification, element by element."""
+    """The specification, element by element: [[parameter, start, stop], ...] for each rank."""
     length = (sum(numels) + world_size - 1) // world_size
     elements = [(parameter, at) for parameter, numel in enumerate(numels) for at in range(numel)]
     shards: list[list[list]] = [[] for _ in range(world_size)]
@@ -251,7 +251,7 @@ def _part(rank: int, what: str) -> list[float]:
 
 
 def _longest(world_size: int) -> dict[str, float]:
-    """`max_norm` for each trial: the last is above every rank's norm, and below that of all."""
+    """`max_norm` by trial: the last is above each rank's norm, and below that of all if W > 1."""
     return CLIPS | {"longer than each rank's part": 13 * world_size + 1}
 
 
@@ -267,7 +267,7 @@ def _run_clip(answer):
 
 
 def _clipped(world_size: int) -> list[dict]:
-    """The specification: the gradient in one list."""
+    """The specification: each rank's norms and clipped shards, from the whole gradient."""
     seen = [{} for _ in range(world_size)]
     for what, max_norm in _longest(world_size).items():
         parts = [_part(rank, what) for rank in range(world_size)]

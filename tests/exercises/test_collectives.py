@@ -23,6 +23,14 @@ def test_the_digits_say_what_is_wrong():
     said = check.reduce_scatter(others_chunk).text
     assert "Rank 0's chunk 1 is in it. Rank 0 sums chunk 0 of all." in said
 
+    def adds_to_what_was_there(output, input_list):
+        before = output.clone()
+        collectives.reduce_scatter(output, input_list)
+        output += before
+
+    said = check.reduce_scatter(adds_to_what_was_there).text
+    assert "What was in `output` before is still in it" in said
+
 
 def test_what_should_be_left_alone():
     def doubles_its_part(tensor_list, tensor):

@@ -15,6 +15,11 @@ def test_messages_that_wait_for_each_other_are_right_but_not_praised():
     assert "12 hops on 4 ranks instead of 3" in verdict.text
 
 
+def test_what_is_no_chunk_is_named_whatever_it_is():
+    said = check.ring_plan(lambda world_size: [[[0]]] * world_size).text
+    assert "there are no chunks [[0]]: they are counted from 0 to W-1" in said
+
+
 def test_ring_cost_is_that_of_the_cost_model():
     for world_size in range(1, 9):
         volume = cost.volume("ring_all_reduce", 840, world_size)
