@@ -1,7 +1,8 @@
 """A training step of a GPT by 2 ranks: without the audit, under its tape, and after it.
 
-The tape copies all parameters before and after the update, and all gradients, and hashes the
-samples. Once it is closed, nothing of it is left in PyTorch: the step must take what it took.
+The audit compares trainings by a record of each, its `Tape`. This copies all parameters before and
+after the update, and all gradients, and hashes the samples. Once it is closed, nothing of it is
+left in PyTorch: a step must then take as long as without it.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,10 @@ under the tape; afterwards the same, within what chance does.
 
 
 def contest(width: int, sequences: int, tape: type[Tape], group: ProcessGroup) -> Contest:
-    """Make the contest of one size. RuntimeError: the audit changed what is trained."""
+    """Make a rank's `Contest`: a training step in each way, each on its own copy of a GPT.
+
+    Its `found` raises RuntimeError if a copy's parameters differ: the audit changed the training.
+    """
     torch.manual_seed(0)
     gpt = GPT(width=width)
     tokens = torch.randint(0, 256, (sequences, 65))

@@ -1,11 +1,12 @@
 """The cost of recording: calls and a training step on the wire, and on a plain group of torch's.
 
-Both run in the same processes, in turns. A turn makes many calls in a row, as a training step does,
-so that the cost of one isn't lost in the time that two ranks need to begin together.
+The wire is the process group that records every call. Both groups take turns in the same
+processes. A turn makes many calls in a row, as a training step does, so that the cost of one isn't
+lost in the time that two ranks need to begin together.
 
-The budget of a call is CPU time, of the thread that makes it. Wall time is for comparison: where
-ranks and Gloo's threads share cores, computing between two calls makes them longer, or shorter, by
-other than its own time. `busy` computes likewise, and records nothing.
+The budget of a call is CPU time, of the thread that makes it. Its wall time is for comparison: if
+ranks and Gloo's threads share cores, 30 µs of computing before a call, of whatever kind, may add
+more or less than 30 µs to it. The variant `busy` shows how much: it computes, and doesn't record.
 """
 
 import operator
@@ -53,7 +54,7 @@ def all_reduces(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
 
 
 def messages(calls: int, group: ProcessGroup, busy_s: float = 0.0) -> Work:
-    """Send there and back, each a call on both ranks."""
+    """Make a turn of `calls` messages, to and fro. busy_s: seconds of computing before each."""
     x, rank = torch.ones(1), dist.get_rank()
 
     def turn():
@@ -110,7 +111,7 @@ def contest(make: Callable[..., Work], calls: int, plain: ProcessGroup) -> Conte
 
 
 def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list[Result]:
-    """Time a case, by 2 ranks, on Gloo. make: with `calls` and a group, makes a turn of them."""
+    """Time a case, by 2 ranks, on Gloo. make: a function as in `CASES`, makes a turn of `calls`."""
     seconds, by_rank = race(partial(contest, make, calls), rounds, 2)
     cpu = {}
     for name, wall in seconds.items():
@@ -121,7 +122,7 @@ def measure(what: str, make: Callable, calls: int, rounds: int = ROUNDS) -> list
 
 
 def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
-    """Make the results of one case. seconds, cpu: {variant: of a call, of each turn}."""
+    """Make the results of one case. seconds, cpu: {variant: a call's seconds, in each turn}."""
     found = results_of(what, seconds, 2)
     for result in found:
         name = result.variant
@@ -137,7 +138,7 @@ def together(what: str, calls: int, seconds: Turns, cpu: Turns) -> list[Result]:
 
 
 def more(turns: Turns, name: str) -> float:
-    """Return the median extra over plain; for plain itself, of its second time."""
+    """Return the median, over turns, of `name` less plain, in s; for plain, of its second time."""
     its = turns[PLAIN + AGAIN if name == PLAIN else name]
     return statistics.median(map(operator.sub, its, turns[PLAIN]))
 

@@ -1,4 +1,4 @@
-"""Checks of the reader's answers: `check.broadcast(broadcast)`. A file a topic, a checker each."""
+"""Checks of the reader's answers: `check.broadcast(broadcast)`. Each file has those of a topic."""
 
 from .beat import (
     beat_block,

@@ -2,7 +2,8 @@
 
 Runs each notebook in a kernel of its own, whatever fails in it, and prints its checks' verdicts, a
 line an exercise, or one JSON object with --json. Meanwhile, on stderr, it prints a dot for each
-cell that has begun. The exit code is 0 if all are right, 1 if not, 2 if a notebook couldn't be run.
+cell that has begun. The exit code is 0 if all are right, 1 if not, 2 if a notebook couldn't be run:
+then the rest aren't, and --json prints nothing.
 """
 
 import argparse
@@ -18,7 +19,7 @@ GIVEN = {"museum.hook_averages"}  # answered in the notebook itself
 
 
 def run(path: Path, seconds: float):
-    """Run the notebook in a fresh kernel, each cell for `seconds` at most; return its outputs."""
+    """Run the notebook in a fresh kernel, a cell for `seconds` at most; return it with outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -46,7 +47,7 @@ def show(text: str) -> None:
 
 
 def verdicts(notebook) -> dict[str, str]:
-    """{exercise: "right", "wrong" or "not written"} of the cells that call a check, or a piece."""
+    """{exercise or museum.NAME: "right", "wrong" or "not written"}, of the cells that call one."""
     found = {}
     for cell in notebook.cells:
         called = CALL.search(cell.source)

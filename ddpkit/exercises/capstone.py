@@ -103,7 +103,10 @@ TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
 
 
 def run_logged(answer, size):
-    """A token's loss is all tokens times 10**place, so the digits of the mean are counts."""
+    """Return what the answer does with losses of which the mean has each rank's tokens as a digit.
+
+    Each loss on the group's rank p is 10**p times the group's tokens: 3 and 1 tokens make it 13.
+    """
     place = dist.get_rank() % size
     tokens = TOKENS[dist.get_world_size()]
     everyones = sum(tokens[dist.get_rank() - place :][:size])
@@ -192,7 +195,10 @@ NORMS = PARTS, "the last rank has none", "in float16", "in bfloat16", "in float3
 
 
 def parts(what, place, size):
-    """List (numbers, copies) of a rank's gradients."""
+    """List (numbers, copies) of a rank's gradients; copies: how many ranks hold the same one.
+
+    what: the case, of NORMS. place: the rank's number in its group, which has `size` ranks.
+    """
     own = [3.0 * (place + 1), -4.0 * (place + 1)], 1
     if what == PARTS:
         pair = [([8.0, 6.0], min(2, size))] if place < 2 else []
@@ -225,7 +231,7 @@ def run_norm(answer, size):
 
 
 def norms(world_size, size):
-    """Compute the lengths of all numbers in one list, each once."""
+    """The specification: for each case the norm of all the group's gradients, each counted once."""
     found = {}
     for what in NORMS:
         squares = 0.0
@@ -561,7 +567,10 @@ def harm(folder):
 
 
 def harm_and_sizes(changes):
-    """Look at what kills left; and count the bytes that were fsynced before the last rename."""
+    """Return the first kill that did harm, and each file's bytes fsynced before the last rename.
+
+    changes: of `kill_before_each_change`; folder "3" has what a kill before the third of them left.
+    """
     found = None
     for number in range(len(changes), 0, -1):
         harmed = harm(Path(str(number)))

@@ -3,8 +3,8 @@
 An exercise is its trials (a program and its expected results), and a table of well-known mistakes.
 An answer is judged by its trials alone. If it fails, the mistakes of the table are run on the same
 trial, for a few seconds at most, and the one that fails in the same way says what is probably
-wrong. Whatever the exercise, a function's arguments are compared after each call, results have the
-dtype of their arguments, and a right answer must be right once more in the same process.
+wrong. Unless the exercise allows it (`writes`, `same_dtype`), a function mustn't change its
+arguments, nor return another dtype. A right answer must be right once more in the same process.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from .score import code_lines, counts, score
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-PATIENCE_S = 20.0  # for a trial
+PATIENCE_S = 20.0  # for one launch
 NAMING_S = 5.0  # for all known mistakes together, until the values are shown without a cause
 LONGEST = 110  # characters of a value that is shown
 ROOM = 150  # characters of the trials' names, if all are shown
@@ -47,10 +47,11 @@ class Trial:
     """One run of the answer on real ranks, and its expected results.
 
     program: called on every rank with the answer and `args`; returns plain data, or a dict of its
-        observations, the most telling first: {"gradients": ..., "calls": 3}.
+        observations: {"gradients": ..., "calls": 3}.
     expected: the results it must return, by rank, from a specification that shares no code with
-        the library; or a function that counts them on the wire of the run.
-    sent_bytes: the bytes that all ranks together may send; None: any number.
+        the reference; or a function that returns them, called with the run. A dict has the most
+        telling observation first: of several wrong ones, the first is named.
+    sent_bytes: the bytes that all ranks together must send, for `check_wire`; None: any number.
     what: the aim of the trial, besides the number of ranks.
     rungs: the names of its cases, in order, where it has several; observations begin with them.
     """
@@ -142,8 +143,8 @@ def mistakes(table: str) -> list[Mistake]:
         own_twice: mine += arrived → mine += mine + arrived
             The chunk's own numbers are in it twice: add what arrives once.
 
-    Further replacements follow on lines of their own, with an arrow; a line without one belongs to
-    the sentence.
+    Further replacements follow on lines of their own, with an arrow; a line that begins with ⏎
+    continues the replacement above; any other line belongs to the sentence.
     """
     found = []
     for block in re.split(r"\n(?=\w+: )", textwrap.dedent(table).strip()):
@@ -170,8 +171,9 @@ def source_of(*parts: Callable) -> str:
 class Problem:
     """The fault of an answer. stage: "luck", "values", "wire", "hang" or "error".
 
-    symptom: equal for two answers that make the same mistake. reading: an explanation from the
-    values, in case no known mistake explains them. rung: the place in the trial's `rungs`.
+    "luck": a call was never waited for, or a message overwritten on its way: values depend on
+    timing. symptom: equal for two answers that make the same mistake. reading: an explanation from
+    the values, in case no known mistake explains them. rung: the failed case's index in `rungs`.
     """
 
     stage: str
@@ -182,10 +184,12 @@ class Problem:
 
 
 class Verdict:
-    """The result of a check. `passed` is None for an answer that is not written yet.
+    """The result of a check. `passed` is None if nothing was judged: an unwritten answer, a hint.
 
-    said: paragraphs, the first of which begins with a title. In a browser it is a card, with the
-    texts of `folds()` to unfold by name, and the player of `replay()` in place of `more`.
+    said: paragraphs, the first of which begins with a title unless there is a `title`. more: a last
+    paragraph, of what can be called next. In a browser the verdict is a card, with the texts of
+    `folds()`, {name: text}, to unfold, and below it the player that `replay()` returns, if any. The
+    card has `more` only if that offers a replay, and there is no player.
     """
 
     def __init__(
@@ -225,18 +229,18 @@ class Solution(Verdict):
 class Exercise:
     """A checker: call it with the answer; ask it for a `hint()`, the `solution()`, or a `replay()`.
 
-    reference: the library's own object, which is also the solution; `helpers` are the library's
-        functions that it calls and a reader must see to understand it.
-    trials: 2 ranks first, so that the first failure is easy to understand, and 1 rank last.
+    reference: the right answer that `solution()` shows, mostly the library's own object; `helpers`
+        are the library's functions that it calls and a reader must see to understand it.
+    trials: returns them: 2 ranks first, so that a first failure is easy to understand, 1 rank last.
     mistakes: the known ones, the commonest first: of two that fail alike, the first is named.
     hints: by the stage at which an answer failed: "start", "values", "wire", "hang", "error".
     praise: the sentence for a right answer; or a function that returns it, called with the last
         trial of the most ranks and its run.
     note: printed above the solution.
     given: the methods of a class that the notebook gives; the reader writes the others.
-    writes: the arguments of a function that it may write to, in place. All others are compared
-        with what they were, after each call; of a list that may be written to, the places.
-    same_dtype: floating-point results must have the dtype of the arguments.
+    writes: the arguments of a function that it may write to, in place: a list must still hold the
+        same tensors. All others must be as they were, after each call. None: calls aren't watched.
+    same_dtype: floating-point results must have the dtype of the arguments, if these have only one.
     says: where a trial's program returns a dict, the sentence for each of its entries that isn't
         as expected, with {rank}, {expected} and {got}.
     explain: called with a trial, the rank with a wrong result, the expected result and the rank's;
@@ -331,7 +335,10 @@ class Exercise:
         return outcome, problem
 
     def _run(self, answer: Callable, trials: list[Trial], seconds: float) -> tuple[object, list]:
-        """Launch; return the run, whose results are those of each trial, and what was noticed."""
+        """Run trials in one launch; return the run, or its LaunchError, and each rank's complaints.
+
+        A rank's result is a list, by trial. Complaints: a call changed arguments, or a dtype.
+        """
         programs = [(trial.program, *trial.args) for trial in trials]
         try:
             run = launch(
@@ -373,7 +380,7 @@ class Exercise:
         return Solution(None, source, title="solution")
 
     def replay(self):
-        """Play the messages of the last answer, in the smallest world in which it failed."""
+        """Play the messages of the last answer, in the first trial in which it failed."""
         from ddpkit.lesson.player import player
 
         if self._outcome is None or self._passed:
@@ -405,9 +412,9 @@ class Exercise:
     def known(self, number: int, problem: Problem) -> Mistake | None:
         """Find the mistake of the table that passes the trials before this one, and fails it alike.
 
-        Failing that, the first with the same message: an answer may have other mistakes.
-        It takes NAMING_S at most, also where each launch takes seconds: then the others stay
-        untried, and are first in turn the next time.
+        number: the failed trial's index. If no mistake has the problem's symptom, it is the first
+        with its text: an answer may have other mistakes. The search takes NAMING_S at most: if
+        each launch takes seconds, the rest of the table isn't run before the next failure.
         """
         deadline, near, longest = time.monotonic() + NAMING_S, None, 0.0
         trials = list(self.trials())
@@ -507,7 +514,7 @@ class Exercise:
     def _refuse(
         self, trials: list[Trial], number: int, trial: Trial, problem: Problem, empty: list[str]
     ) -> Verdict:
-        """Write the verdict: what is wrong, why, what to do, and how far the answer came."""
+        """Write the verdict: what is wrong, why, how far it came. empty: what isn't written yet."""
         self._failures += 1
         stages = [stage for stage in ("start", *self.hints) if stage != problem.stage]
         self._stages = [stage for stage in (problem.stage, *stages) if stage in self.hints]
@@ -527,7 +534,7 @@ class Exercise:
         return Verdict(False, *lines, **look, replay=self._short_replay, more=more)
 
     def _cause(self, number: int, problem: Problem) -> str | None:
-        """Explain the problem by a known mistake, by its values, or by Python's error."""
+        """Explain the problem by a known mistake, or by its values; None if neither does."""
         mistake = self.known(number, problem)
         said = mistake.says if mistake else ""
         return problem.reading if said in (problem.reading or "") else said
@@ -591,7 +598,7 @@ def _stub():
 
 
 def is_stub(answer: Callable) -> bool:
-    """Return True if the function's body is still only `...`."""
+    """Return True if the function's body is still only `...`, or as empty: `pass`, a docstring."""
     code = getattr(answer, "__code__", None)
     return code is not None and _opcodes(code) == _opcodes(_stub.__code__)
 
@@ -704,7 +711,7 @@ def ready_made(run: Run) -> str | None:
 
 
 def check_wire(trial: Trial, run: Run) -> str | None:
-    """Check that there are only messages, no ready-made collectives, and each byte is sent once."""
+    """Say what is wrong on the wire: a ready-made collective, or not `sent_bytes` sent in all."""
     by_torch = ready_made(run)
     if by_torch or trial.sent_bytes is None:
         return by_torch

@@ -20,7 +20,7 @@ GRADIENTS = {"dv": 2, "dk, though dv is right": 1, "dq, though dv and dk are rig
 
 
 def _tensors(queries: int, keys: int, D: int, below: float = 0.0) -> tuple[Tensor, ...]:
-    """Make q, k, v, do; all scores are lowered by `below`."""
+    """Make q, k, v, do; scores are lowered by `below`; if it is negative, query 0's are raised."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, max(queries, keys), D, dtype=torch.float64, generator=generator)
     q[:, 0] = 1
@@ -39,7 +39,7 @@ def _exact(products: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def _look(answer: Callable, case: str, names: dict[str, int], given: tuple, *options) -> dict:
-    """Call the answer; return its results, shapes first."""
+    """Return {"CASE: shapes": ..., "CASE: NAME": numbers} of a call. names: {name: its index}."""
     with torch.no_grad():
         returned = answer(*given, *options)
     returned = returned if isinstance(returned, tuple | list) else [returned]
@@ -63,7 +63,7 @@ FORWARD_CASES = [  # name, tile, causal, the amount that scores are lowered by
     ("causal, scores far below 0", 3, True, FAR),
 ]
 MANY = 256  # keys
-MEMORY_CASES = [  # name, queries, causal, fewer numbers than may be alive at once
+MEMORY_CASES = [  # name, queries, causal, the smallest count of numbers that is too many at once
     ("1 query", 1, False, MANY),  # a row of scores
     (f"{MANY} queries, causal", MANY, True, MANY * MANY // 4),  # part of a mask
 ]
@@ -79,7 +79,10 @@ def _look_forward(answer: Callable, case: str, tile: int, causal: bool, below: f
 
 
 def _look_at_memory(answer: Callable, case: str, queries: int, causal: bool, most: int) -> dict:
-    """Check that the answer works tile by tile, in one pass: tiles of 4 keys."""
+    """Run tiles of 4 keys; return how many numbers were alive at once, or "few": under `most`.
+
+    With 1 query, also the matrix products for each tile, or "two" if they are no more: one pass.
+    """
     q, k, v, _ = given = _tensors(queries, MANY, 4)
     with watch(nn.Module(), buckets=given) as timeline:
         answer(q, k, v, 4, causal)

@@ -178,7 +178,10 @@ CASES = {  # functions, one after the other, each with its further inputs
 
 
 def _run_checkpoint(answer, functions):
-    """Compute on x = 3 with weight = 5 and 7, once for the results, once for what is kept."""
+    """Call a checkpoint on x = 3 with the weight [5, 7]: for results, then again for bytes kept.
+
+    functions: (function, *further inputs) of each; the second is called with the first's result.
+    """
     torch.manual_seed(20_261_122)  # an unlikely seed, and not its first numbers
     torch.rand(7)
     x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
@@ -301,7 +304,7 @@ keeps_the_result: return fn(*inputs) → ctx.out = fn(*inputs)⏎return ctx.out
 
 
 def _two_layers():
-    """Make two products with weights between other operations, one of them a product as well."""
+    """Return (weights, loss): the loss has two products with weights, and one without, a bmm."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     w = [torch.eye(2).mul(scale).requires_grad_() for scale in (0.5, 0.25, 2.0)]
     y = torch.tanh(x @ w[0])
@@ -324,7 +327,7 @@ class _Seen(TorchDispatchMode):
 
 
 def _run_products(answer):
-    """Run forward without a graph; with one and what was kept, twice; and backward."""
+    """Run forward without a graph; then, given what that kept, forward and backward, twice."""
     with torch.no_grad(), _Seen() as forward, answer() as products:
         results = [_two_layers()[1].item()]
     kept = list(products.kept)

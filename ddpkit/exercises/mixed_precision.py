@@ -1,6 +1,6 @@
 """Checkers of notebook 05: nearest, master_step, LossScaler, predict_bytes, quantise.
 
-All numbers are powers of two, or sums of a few: results are right to the bit, or wrong.
+Gradients and scales are powers of two, or sums of a few: steps are right to the bit, or wrong.
 """
 
 import itertools
@@ -36,7 +36,7 @@ VALUES = {  # {value: the number nearest to it}, written down by hand
 
 
 def _run_nearest(answer):
-    """{value: the answer's result}; by `None` as answer, the right one."""
+    """Return {value, in words: the answer's result}; if the answer is None, the right results."""
     seen = {}
     for (what, format), values in VALUES.items():
         for value, right in values.items():
@@ -92,7 +92,7 @@ SAME = "the weights' dtype, whether they are the same tensors, and in the same m
 
 
 def _run_master_step(answer, optimizer_cls, lr):
-    """Update three weights: gradients are small, or too small for fp16 (once None), or None."""
+    """Update three fp16 weights: one has small gradients, one too small for fp16, one has None."""
     values = torch.tensor([1.0, 2.0**-6, 0.5], dtype=torch.float16)
     model = [nn.Parameter(value.view(1)) for value in values]
     masters = [weight.detach().float().requires_grad_() for weight in model]
@@ -113,7 +113,7 @@ def _run_master_step(answer, optimizer_cls, lr):
 
 
 def _in_float32(weights, masters, optimizer, scale):
-    """The specification, of no use to small gradients whose scale isn't a power of two."""
+    """The specification of a master step, for AdamW: gradients are divided as Python's floats."""
     for weight, master in zip(weights, masters, strict=True):
         master.grad = None
         if weight.grad is not None:
@@ -300,7 +300,7 @@ def _counted() -> dict[tuple, dict[str, int]]:
 
 
 def _run_bytes(answer, counted):
-    """Return the answer's predictions, in the form of the counts where they are right."""
+    """Return the answer's predictions; in place of a right one the counts, {kind: bytes}."""
     seen = {}
     for case, kinds in counted.items():
         predicted = answer(*case)
@@ -351,7 +351,7 @@ BACK = "numbers * scales, which may be half a scale off: {}".format
 
 
 def _run_quantise(answer):
-    """Quantise BLOCKS; return dtype and shapes, and what each block comes back as if it is off."""
+    """Quantise BLOCKS; return dtype, shapes, and each block: itself if near, or what came back."""
     x = torch.tensor(BLOCKS)
     numbers, scales = answer(x.flatten(), BLOCK)
     seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}

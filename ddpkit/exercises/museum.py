@@ -4,13 +4,14 @@
     museum.late_flag(mechanism=..., number=...)     # shows a piece; with both answers, judges them
     museum.score()                                  # of those that were answered
 
-Each piece is a published bug, written anew in 30 lines at most, for four ranks at most; its source
-is named once it is answered. For the curious, all pieces on all their meshes:
+Most pieces are published bugs, written anew in 30 lines at most, for four ranks at most; some are
+right. A right answer names the piece's source. For the curious, all pieces on all their meshes,
+i.e. with other numbers of ranks and micro-batches:
 
     python -m ddpkit.exercises.museum --seeds 1000  # hours; --seeds 3 takes some minutes
 
-Each run is judged twice: by the piece's own comparison of numbers, and, where something trains, by
-the audit, from the tapes of all ranks.
+Each run is compared with one process, twice: by the piece's own numbers, and, where something
+trains, by `ddpkit.audit`, from its records of all ranks.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SHOULD_BE = ("runs", "seen"), ("audited", "by the audit")  # of wrong code: equa
 
 
 def pieces() -> dict[str, Piece]:
-    """{name: piece}, in the order of the rooms."""
+    """{name: piece}, from those of `museum_data` on: in the order in which modules are imported."""
     return {name: piece for name, piece in globals().items() if isinstance(piece, Piece)}
 
 
@@ -52,7 +53,8 @@ def score() -> str:
 def caught(piece: Piece, mechanism: str, case: Case, seeds: range) -> Counter:
     """Count the seeds with which the code, repaired as `mechanism` says, isn't the one process.
 
-    Of `seen` by the piece's own comparison; `audited`, and seen `by the audit`, where it trains.
+    Keys: "seen" by the piece's own comparison; seen "by the audit"; "audited", all seeds if the
+    piece trains something, so that the audit has a verdict.
     """
     found: Counter = Counter()
     for start in range(0, len(seeds), BATCH):
@@ -98,13 +100,13 @@ def row(name: str, *cells: object) -> str:
 
 
 def numbers(found: Mapping[tuple[str, str], int]) -> list[int]:
-    """List the counts as they stand in the table."""
+    """List a row of `main`'s table: runs, seen, audited, by audit, of wrong and of right code."""
     columns = [name for pair in SHOULD_BE for name in pair]
     return [found[code, column] for code in ("wrong", "right") for column in columns]
 
 
 def judge(piece: Piece, seeds: range, meshes: int, right_only: bool = False) -> Counter:
-    """Count runs, {("wrong" or "right" code, what): how many}; wrong ones should all be seen."""
+    """Count {("wrong" or "right", "runs" or a key of `caught`): runs}, on the first `meshes`."""
     right = piece.right()
     found: Counter = Counter()
     kinds = {"right": right, "wrong": SOUND}

@@ -1,4 +1,4 @@
-"""Checkers of notebook 11: GatherTokens and ScatterTokens, and a g whose backward sums again."""
+"""Checkers of notebook 11: GatherTokens, ScatterTokens, and a sum whose backward summed again."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ GATHER, SCATTER = "all_gather", "reduce_scatter"
 
 
 def _numbers(rank: int, tokens: int) -> torch.Tensor:
-    """Make a rank's (BATCH, tokens, WIDTH): 1, 2, 3, ... times 10ʳ, so that digits count ranks."""
+    """Make a rank's (BATCH, tokens, WIDTH): 1, 2, 3, ... times 100ʳ, two digits of a sum a rank."""
     count = BATCH * tokens * WIDTH
     numbers = torch.arange(1.0, 1 + count, dtype=torch.float64)
     return numbers.view(BATCH, tokens, WIDTH) * 100.0**rank
