@@ -25,6 +25,7 @@ check.neighbours(neighbours)""",
 def handed_in(folder, *sources):
     path = folder / "student.ipynb"
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells.insert(0, nbformat.v4.new_markdown_cell("# Answers"))
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return path
 
@@ -40,7 +41,7 @@ def test_each_exercise_gets_a_line_whatever_else_fails(tmp_path, capfd):
 
 def test_a_cell_that_hangs_ends_at_the_limit_and_the_rest_goes_on(tmp_path):
     ran = command.run(handed_in(tmp_path, "import time; time.sleep(1e6)", "2 + 2"), seconds=1)
-    assert ran.cells[1].outputs[0]["data"]["text/plain"] == "4"
+    assert ran.cells[2].outputs[0]["data"]["text/plain"] == "4"
 
 
 def test_points_and_exit_code(capsys, monkeypatch):
@@ -71,6 +72,8 @@ def test_pieces_of_the_museum_count(tmp_path):
         'museum.half_weights(mechanism="z", number=3)',
         'museum.merged_by_powers(mechanism="a", number=0)',
         'museum.sorted_as_words(mechanism="b", number=10)',
+        "museum.half_weights()",
+        "museum.score()",
     ]
     found = command.verdicts(command.run(handed_in(tmp_path, *sources), seconds=120))
     assert found.pop("museum.undivided") == "not written"

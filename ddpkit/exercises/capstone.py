@@ -139,7 +139,7 @@ logged_loss = Exercise(
     explain=of_group,
     says={
         "loss": "rank {rank} logs {got}, expected {expected}. Read the digits from the right: the "
-        "first counts rank 0's tokens, the next rank 1's.",
+        "first counts the tokens of the group's first rank, the next its second's.",
         CALLS: "the loss is right, but rank {rank} made {got} calls, where one does.",
     },
     hints={

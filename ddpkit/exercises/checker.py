@@ -259,7 +259,7 @@ class Exercise:
     helpers: tuple[Callable, ...] = ()
     note: str = ""
     given: tuple[str, ...] = ("__init__",)
-    writes: tuple[str, ...] = ()
+    writes: tuple[str, ...] | None = ()
     same_dtype: bool = True
     says: dict[str, str] = field(default_factory=dict)
     explain: Callable[[Trial, int, object, object], str | None] = lambda *_: None
@@ -573,6 +573,7 @@ def ladder(trials: list[Trial], number: int, rung: int) -> str:
         names += trial.rungs or [str(trial)]
     if number == len(trials):
         names.append("once more in the same process")
+        failed = len(names) - 1
     if len(names) == 1:
         return ""
     if sum(map(len, names)) > ROOM:

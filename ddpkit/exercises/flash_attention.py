@@ -154,7 +154,6 @@ BACKWARD_CASES = [  # name, keys given, of 8, causal, the amount that scores are
     ("5 of the 8 keys, o and lse of all", 5, False, 0.0),
     ("causal, scores far below 0", 8, True, FAR),
 ]
-PARTS = [f"5 of the 8 keys, o and lse of all: {name}" for name in GRADIENTS]
 
 
 def _look_backward(answer: Callable, case: str, keys: int, causal: bool, below: float) -> dict:

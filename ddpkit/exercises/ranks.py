@@ -97,7 +97,8 @@ def _out_of_order(trial: Trial, run: Run):
         told = f"rank {rank} printed before rank {rank - 1} did; low ranks were slowed on purpose."
         if not heard:
             return f"{told}\nNothing makes a rank wait for the one before it: {CERTAIN}"
-        where = "before anybody printed" if max(heard) < mine else "after it had printed"
+        before = f"before rank {rank - 1} had printed"
+        where = before if max(heard) < mine else "after it had printed"
         return f"{told}\nRank {rank} did wait, but {where}. {between}"
     return None
 

@@ -149,6 +149,8 @@ def test_what_remembers_its_first_call_fails_in_the_second():
     said = exercise()(remembers).text
     assert "x = 2, once more in the same process: rank 0 has 2, expected 4." in said
     assert "✓ 1 rank, x = 2  ✗ once more in the same process" in said
+    cases = [Trial(1, double, (1,), [2], rungs=("a", "b"))]
+    assert checker.ladder(cases, 1, rung=1) == "Trials: ✓ a  ✓ b  ✗ once more in the same process"
 
 
 def test_more_than_was_asked_for_is_told():
