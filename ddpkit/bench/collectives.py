@@ -1,8 +1,9 @@
 """All-reduce and reduce-scatter: Gloo's, ours round a ring and through shared memory.
 
-Beside them, yardsticks: *loopback*, a ring's bytes sent with nothing added; a *pass in place*, in
-which every number is read and written back, the least that a sum into all buffers can do; *memcpy*,
-a copy of as many bytes. It touches twice the memory: a sum that stays in the caches may be faster.
+Beside them, yardsticks. *loopback*: a ring's bytes, sent with nothing added. *pass in place*: each
+number is read and written back, the least that an all-reduce into all buffers can do. *memcpy*: a
+copy that reads and writes as many bytes as the sum in shared memory. Beside an all-reduce it is no
+ceiling, since it touches twice the memory: the sum may be faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,8 +62,9 @@ def measure(
 ) -> Results:
     """Time every variant with every size in every world.
 
-    operation: of `SIZES`. sizes: bytes (none: those there). rounds: None: 12, small sizes more.
-    ValueError: less than one element for a rank, no round. RuntimeError: a wrong sum.
+    operation: a key of `SIZES`. sizes: bytes of the tensor; () is those of `SIZES`. rounds: None is
+    12, and up to 100 for small sizes. ValueError: less than one element for each rank, or no round.
+    RuntimeError: a wrong sum.
     """
     found = Results(legend=LEGEND)
     for world_size in world_sizes:
@@ -79,7 +81,7 @@ def measure(
 def together(
     operation: str, world_size: int, nbytes: int, seconds: dict, ceilings: dict[str, str]
 ) -> Results:
-    """The results of one case. seconds: {variant: of each round}; ceilings: {variant: which}."""
+    """Make a case's results. seconds: {variant: each round's}; ceilings: {variant: its ceiling}."""
     found = Results(results_of(operation, seconds, world_size, nbytes))
     for result in found:
         result.ceiling = ceilings[result.variant]
@@ -97,8 +99,8 @@ class Variant(NamedTuple):
     """One way to do the work, on one rank.
 
     tensor: the tensor it works on; filled with 1 before each call, untimed.
-    call: does the work once; returns the tensor that must then hold `value` everywhere.
-    ceiling: the variant that moves as many bytes in the plainest way.
+    call: does the work once; returns a tensor whose numbers must then all be `value`.
+    ceiling: the name of the variant that moves as many bytes in the plainest way; "" is none.
     """
 
     tensor: Tensor
@@ -186,7 +188,7 @@ MAKE = {"all_reduce": all_reduces, "reduce_scatter": reduce_scatters}
 
 
 def loopback(x: Tensor, landing: Tensor, messages: int, group: ProcessGroup) -> Variant:
-    """Send `x` to the right `messages` times, and receive as often from the left, all at once."""
+    """Make the variant that sends `x` to the next rank `messages` times at once, into `landing`."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
 

@@ -1,6 +1,7 @@
 """Attention across ranks in four ways, forward and backward; experts beside plain torch.
 
-Columns: what a rank sends; scores of a head on the idlest and the busiest rank, which all wait for.
+Columns of attention: the bytes that a rank sends; the scores (products of a query and a key) of a
+head on the rank with the fewest, and on the one with the most, for which all wait.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ Plain torch: a loop over experts with masks, on one process, as ours.
 
 
 def attention_contest(tokens: int, ways: dict[str, tuple], group: ProcessGroup) -> Contest:
-    """Make the contest of attentions to `tokens` on each rank. RuntimeError: one is wrong."""
+    """Make the contest of some `WAYS`, on `tokens` a rank; `found` compares their gradients."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     length = tokens * world_size
@@ -63,7 +64,7 @@ def attention_contest(tokens: int, ways: dict[str, tuple], group: ProcessGroup) 
 
 
 def counted(name: str, tokens: int, world_size: int) -> dict[str, str]:
-    """Count a way's bytes sent by a rank, and scores seen by the idlest and busiest, of a head."""
+    """Return a way's columns: "Sent", by a rank; "Scores", for example "10 to 26" by the rank."""
     others, numbers = world_size - 1, 4 * tokens * WIDTH  # bytes a head
     sent = 4 * others * KV_HEADS  # k and v, and once more or their gradients
     if name == SWAPPED:
@@ -104,7 +105,7 @@ def experts_contest(rows: int, group: ProcessGroup) -> Contest:
 def measure(
     tokens=256, worlds=(2, 4), rows=1024, rounds=ROUNDS, ways: dict[str, tuple] = WAYS
 ) -> Results:
-    """Time forward and backward of every way, and of experts. ValueError: no round."""
+    """Time `ways` with `tokens` a rank, and experts with `rows` in all. ValueError: no round."""
     found = Results(legend=LEGEND)
     for world_size in worlds:
         seconds, _ = race(partial(attention_contest, tokens, ways), rounds, world_size)

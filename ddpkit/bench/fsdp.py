@@ -56,7 +56,7 @@ def fully_sharded(module: nn.Module, group: ProcessGroup, units: Iterable[str] =
 def make_replicas(
     make: Callable[[], Task], group: ProcessGroup, names: Iterable[str] = VARIANTS
 ) -> dict[str, Replica]:
-    """{variant: replica}, the baseline first; with a second baseline."""
+    """Return {variant: replica} of `names`, the baseline first and, as a control, a second time."""
     torchs = partial(fully_sharded, group=group)
     ours = {PLAIN: partial(fsdp.FSDP, group=group), OURS: partial(fast.FSDP, group=group)}
     wraps = {TORCH: torchs, **ours, TORCH + AGAIN: torchs}
@@ -78,7 +78,7 @@ def contest(make: Callable[[], Task], names: Iterable[str], group: ProcessGroup)
 
 
 def count(make: Callable[[], Task], names: Iterable[str]) -> dict[str, tuple[float, int]]:
-    """{variant: (bytes that this rank sends in a step, the most bytes of its tensors)}."""
+    """Return {variant: (bytes that this rank sends in a step, peak bytes of its tensors)}."""
     return count_bytes(make_replicas(make, dist.group.WORLD, names), peak_bytes)
 
 

@@ -30,8 +30,8 @@ WARM_UP = 3
 class Contest:
     """The work that one rank times.
 
-    calls: {variant: does the work once}. before: called with a variant before its turn, untimed.
-    found: called after the last round; its result is kept, its exception ends the benchmark.
+    calls: {variant's name: does its work once}. before: called with that name before its turn,
+    untimed. found: called after the last round; `race` returns its result, and raises its error.
     """
 
     calls: dict[Hashable, Callable[[], object]]
@@ -48,8 +48,8 @@ def race(
 ) -> tuple[dict[Hashable, tuple[float, ...]], list]:
     """Time a contest on fresh ranks: ({variant: seconds of each round}, each rank's `found`).
 
-    make: called on every rank with a plain group of torch's, which records nothing. backend: as of
-        `launch`; ranks on Gloo see no GPU.
+    make: called on every rank with a Gloo group of torch's own, which isn't recorded. backend and
+        link are those of the default group, as of `launch`; ranks on Gloo see no GPU.
     """
     check_counts(rounds=rounds)
     options = {"world_size": world_size, "backend": backend, "link": link}
@@ -87,9 +87,9 @@ def synchronize() -> None:
 def until_the_last(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
     """Return for each round the seconds from the first rank's begin to the last rank's end.
 
-    ranks: for each, its begin and end by round; `time.perf_counter` is one clock for a machine. The
-    longest of the ranks' own times would be too short for work without a partner: of four ranks
-    that copy memory on two cores, two begin when the others are done.
+    ranks: each rank's (begin, end) by round, by `time.perf_counter`, one clock for all processes.
+    The longest of the ranks' own times would be too short where no rank waits for another: of four
+    ranks that copy memory on two cores, two may begin when the others are done.
     """
     seconds = []
     for turns in zip(*ranks, strict=True):

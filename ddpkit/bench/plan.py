@@ -48,7 +48,7 @@ computing are emulated. Off: by how much the prediction is too long."""
 
 
 def machine(ranks: int, slower: float = 1.0) -> Machine:
-    """Describe the emulated cluster. slower: for a busy machine, which delays every message."""
+    """Describe the emulated cluster. slower: a factor on each of its times, for a busy machine."""
     wire = CostModel(LINK.latency_s * slower, LINK.bytes_per_s / slower)
     flops_per_s, updates_per_s = FLOPS_PER_S / slower, UPDATES_PER_S / slower
     return Machine(ranks, 16e9, flops_per_s, wire, updates_per_s=updates_per_s)
@@ -60,8 +60,10 @@ def machine(ranks: int, slower: float = 1.0) -> Machine:
 class Training:
     """This rank of a training by a plan.
 
-    make_part: makes a stage's layers, of stage and groups: a module that has the blocks under their
-    units' names, and `losses(output, targets)`. optimizer_cls, options: as of `ZeroOptimizer`.
+    make_part: called with this rank's stage and {axis: its group}, returns the stage's module. That
+        has the blocks under their units' names, such as blocks.0, `losses(output, targets)`, and
+        `tied`, the weight that first and last stage share, or None.
+    optimizer_cls, options: as of `ZeroOptimizer`.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Training:
 
 
 class Sleep(torch.autograd.Function):
-    """Identity that takes time each way; its weights get gradients of zeros."""
+    """Multiply by `shrink` in `seconds`; backward takes twice that, and gives `weights` zeros."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seconds: float, shrink: float, *weights: Tensor):
@@ -157,7 +159,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Some works of a stage, one after the other, each between f and g if tensor ranks share it."""
+    """Some works (parts of a stage's forward) in turn, with the all-reduces of its tensor ranks."""
 
     def __init__(
         self, stage: Stage, works: Sequence[Work], flops_per_s: float, group: ProcessGroup
@@ -246,7 +248,7 @@ class SleepingUpdate(torch.optim.Optimizer):
 
 
 def take_steps(shape: Shape, plan: Plan, cluster: Machine, rounds: int) -> list[tuple]:
-    """Return (begin, end) of each step on this rank, but for those that warm up."""
+    """Return (begin, end) in seconds of each step on this rank, without the first, a warm-up."""
     torch.set_num_threads(1)
     make_part = partial(SleepingPart, shape.width, cluster.flops_per_s, plan.checkpoint)
     updates_per_s = cluster.updates_per_s
@@ -284,7 +286,7 @@ def errors(pairs: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def chosen() -> list[Plan]:
-    """List the plans to measure: all of 4 ranks and, where all axes are cut, of 8."""
+    """List the plans to measure: of all meshes of 4 ranks, and 2 × 2 × 2, with `MICRO_BATCHES`."""
     found = [plan for plan in plans(SHAPE, 4) if plan.micro_batches in MICRO_BATCHES[4]]
     for plan in plans(SHAPE, 8, data=2, tensor=2):
         if plan.micro_batches in MICRO_BATCHES[8]:
@@ -293,7 +295,7 @@ def chosen() -> list[Plan]:
 
 
 def main(name: str):
-    """Predict and measure all plans, print both; keep them in bench-results."""
+    """Predict and measure all plans, print both; keep them in bench-results/NAME.json."""
     lines = [("plan", "predicted", "measured", "off")]
     pairs = []
     for plan in chosen():

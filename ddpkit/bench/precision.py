@@ -48,9 +48,10 @@ def units() -> list[str]:
 def trainer(
     name: str, size: tuple[int, int, int], device: torch.device, autocast: bool = False
 ) -> Callable[[], Tensor]:
-    """Make a step of AdamW, fused, on Linears and GELUs, which returns the loss before it.
+    """Return a function that takes a step of AdamW, fused, and returns the loss before the step.
 
-    In a 16-bit format it is mixed precision, or autocast.
+    name: a key of `FORMATS`; one of 16 bits is used by `MixedPrecisionOptimizer` or, if `autocast`,
+    by torch.autocast. size: rows, width and layers of the model; a layer is a Linear and a GELU.
     """
     torch.manual_seed(0)
     rows, width, layers = size
@@ -78,7 +79,7 @@ def trainer(
 
 
 def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
-    """Make the contest of all (kind, variant), fp32 first; `found` returns the steps' losses."""
+    """Make the contest of all (PRODUCT or STEP, variant), fp32 first; `found`: {variant: loss}."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, width, _ = size
     products, steps = {}, {}
@@ -109,8 +110,8 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
 def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None) -> Results:
     """Time products and steps in the formats that this machine has units for.
 
-    size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). rounds: None:
-    12. ValueError: no round. RuntimeError: the losses of a format differ from fp32's.
+    size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). rounds: None
+    or 0: 12. ValueError: less than 0. RuntimeError: a format's last loss isn't fp32's within 2 %.
     """
     names = units()
     size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
@@ -121,7 +122,7 @@ def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None)
 
 
 def together(size: tuple[int, int, int], seconds: dict, losses: dict) -> list[Result]:
-    """seconds: {(kind, variant): of each round}; losses: {variant: after all steps}."""
+    """Make results. seconds: {(kind, variant): by round}; losses: {variant: after all steps}."""
     rows, width, layers = size
     found = []
     for (kind, variant), of_rounds in seconds.items():

@@ -40,8 +40,8 @@ class Ratio(NamedTuple):
 class Result:
     """The times of one variant in one case.
 
-    operation: its work, in the words of `cost.bus_bandwidth` where it is a collective.
-    nbytes: of the tensor or of all parameters; 0 if the operation's name is enough.
+    operation: its work; a collective as `cost.bus_bandwidth` names it, for example "all_reduce".
+    nbytes: of the tensor or of all parameters; with 0, the case's title is `operation` alone.
     seconds: one for each round, until the last rank was done.
     ceiling: the variant that moves as many bytes in the plainest way, the best this one could do.
     columns: {heading: text of a further column, beside time and speed}.
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def busbw(self) -> float:
-        """Bytes per second that a rank must send at least: the bus bandwidth of nccl-tests."""
+        """Bytes per second of a ring: see `cost.bus_bandwidth`. ValueError: not a collective."""
         return cost.bus_bandwidth(self.operation, self.nbytes, self.median_s, self.world_size)
 
     @property
@@ -106,7 +106,7 @@ class Results(list[Result]):
         return paired_ratio(rivals[against or next(iter(rivals))], result)
 
     def control(self, result: Result) -> Ratio:
-        """Compare the baseline's second time with its first (A/A)."""
+        """Compare the baseline's second turns with its first ones (A/A), in `result`'s case."""
         rivals = self.cases()[result.case]
         baseline = next(iter(rivals))
         return self.speed(rivals.get(baseline + AGAIN, rivals[baseline]))
@@ -114,7 +114,7 @@ class Results(list[Result]):
     def verdict(self, result: Result) -> str:
         """Say 'faster' or 'slower' than the baseline; 'unclear' where it may be chance.
 
-        It may where 1 is in the interval, or A/A's interval is as wide as the gain.
+        It may where 1 is in the speed's interval, or A/A's is at least as wide as the gain.
         """
         speed, control = self.speed(result), self.control(result)
         chance = control.high - control.low
@@ -153,9 +153,9 @@ class Results(list[Result]):
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Set cells in columns, the first aligned left, all others right.
+    """Return text with the cells in columns, the first aligned left, all others right.
 
-    They stand closer where the page is too narrow.
+    Columns are two spaces apart, or one where a line would be longer than `PAGE`.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     gap = "  " if sum(widths) + 2 * len(widths) - 2 <= PAGE else " "
@@ -205,7 +205,7 @@ class Goal(NamedTuple):
 
 
 def judge(goals: Sequence[Goal], results: Results) -> list[dict[str, str]]:
-    """Judge every goal in every case in which it was measured: case, goal, measured, and met."""
+    """Judge each goal in each case that has it; the keys are "case", "goal", "measured", "met"."""
     found = []
     for title, rivals in results.cases().items():
         for goal in goals:
@@ -226,9 +226,9 @@ def report(
     draw: Callable = dict,
     where: str = f"{os.cpu_count()} cores, one thread a rank",
 ) -> None:
-    """Print tables and goals; keep them, the pictures and every single time in `FOLDER`.
+    """Print tables and goals; keep the goals, the pictures and every single time in `FOLDER`.
 
-    draw: returns {what: picture}; without matplotlib it may raise ImportError.
+    draw: returns {what: picture, with its bytes in `.png`}; an ImportError of it is only printed.
     """
     print(f"{name}, on {where}\n\n{results}\n")
     judged = judge(goals, results)

@@ -1,7 +1,7 @@
 """Training steps that take turns: the common part of `ddp`, `zero` and `fsdp`.
 
-Each variant trains its own replica of the same model on the same data; in the end all must have
-the same parameters.
+Each variant trains its own replica of the same model on the same data; in the end all that
+communicate must have the same parameters.
 """
 
 import statistics
@@ -45,7 +45,7 @@ def itself(module: nn.Module) -> nn.Module:
 
 
 class Replica:
-    """A model, wrapped or not, and its optimizer; None where a step only computes."""
+    """A model, wrapped or not, and its optimizer; it is None where a step makes no update."""
 
     def __init__(self, make: Callable[[], Task], wrap: Callable, optimize: Callable | None):
         self.module, self.loss = make()
@@ -69,8 +69,8 @@ def race_replicas(
 ) -> tuple[dict[str, tuple[float, ...]], int]:
     """Time the steps of all replicas: ({variant: seconds of its steps}, bytes of the gradients).
 
-    make: called on both ranks with the group to talk in, torch's own or that of an emulated link;
-    one replica only computes.
+    make: called on both ranks with the group to communicate in, torch's own or, with `link`, the
+    emulated one; one of its replicas is `COMPUTE`, which doesn't communicate.
     """
 
     def contest(plain: ProcessGroup) -> Contest:
@@ -88,7 +88,7 @@ def race_replicas(
 
 
 def check_alike(replicas: dict[str, Replica], group: ProcessGroup) -> None:
-    """Raise RuntimeError if a communicating variant's parameters differ from rank 0's first."""
+    """Raise RuntimeError if parameters differ from rank 0's first variant's; `COMPUTE` may."""
     right = parameters_to_vector(next(iter(replicas.values())).module.parameters()).detach()
     dist.broadcast(right, group=group, group_src=0)
     for name, replica in replicas.items():

@@ -1,4 +1,4 @@
-"""Checker of notebook 01's puzzle: a program that hangs in a stated way, and the hang is judged."""
+"""Checker of notebook 01's puzzle: the answer is a program that hangs, as the puzzle asks."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 class Hung(Run):
-    """A run that hung. Its results are what the ranks waited for."""
+    """A run that hung. A rank's results are what `waits` returns for it, once for each trial."""
 
 
 class BreakIt(Exercise):
@@ -42,7 +42,7 @@ class BreakIt(Exercise):
 
 
 def waits(error: HangError) -> list[dict]:
-    """Describe for each rank how the program ended, its circle of waiting ranks, and its calls."""
+    """Return each rank's "end", "calls" and "circle", which closes "after 2" ranks or "never"."""
     headline = str(error).partition("\n")[0]
     peers = [records[-1].peer if records else None for records in error.wire]
     found = []

@@ -55,7 +55,7 @@ def _run_through(answer, tokens, k, experts):
 
 
 def _through(tokens: int, k: int, experts: int) -> dict:
-    """The specification: expert by expert, and token by token."""
+    """The specification of through_experts: every expert, token and choice by itself."""
     rows, chosen, weights = _table(tokens, k, experts)
     counts, in_order, factors = [0] * experts, [], torch.zeros(tokens, 1, dtype=torch.float64)
     for expert in range(experts):
@@ -129,7 +129,7 @@ def _run_capacity(answer, chosen, experts, capacity):
 
 
 def _kept(chosen: list, experts: int, capacity: int) -> list:
-    """The specification: count, token by token."""
+    """The specification of within_capacity: each choice takes one of its expert's places."""
     room, kept = [capacity] * experts, []
     for choices in chosen:
         kept.append([room[expert] > 0 for expert in choices])
@@ -190,7 +190,7 @@ LOADS = [9, 0, 3, 4], [1, 8, 3, 5], [0, 9, 5, 2], [1, 6, 7, 2]
 
 
 def _bias(world_size: int, size: int) -> list[dict]:
-    """The specification: loads of the group by hand."""
+    """The specification of move_bias: each rank's bias, with loads of its group added by hand."""
     right = []
     for rank in range(world_size):
         first = rank - rank % size
@@ -239,7 +239,7 @@ of_the_world: dist.all_reduce(total, group=group) → dist.all_reduce(total)
 
 
 def expert_gradients(experts, rest, replicas):
-    """Average gradients over all ranks, in place. An expert's has summands of its group already."""
+    """Average gradients over all ranks, in place. An expert's is a group's sum: add `replicas`'."""
     world_size = dist.get_world_size()
     for parameter in rest:
         dist.all_reduce(parameter.grad)
@@ -260,7 +260,7 @@ def as_found(experts, rest, replicas):
 
 
 def _run_gradients(answer, ranks):
-    """Average the gradients of a norm and an expert; `ranks` share the experts."""
+    """Average the gradients of a norm and an expert; groups of `ranks` ranks share all experts."""
     shape = dist.get_world_size() // ranks, ranks
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "experts"))
     rest, expert = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))

@@ -20,7 +20,7 @@ tl = None  # triton.language, from where the kernel runs: not every machine has 
 
 
 def flash_kernel(q_ptr, k_ptr, v_ptr, o_ptr, N, scale, D: "tl.constexpr", TILE: "tl.constexpr"):
-    """o of TILE queries of one head, a tile of keys at a time. q, k, v, o: N rows of D numbers."""
+    """Write TILE rows of softmax(q kᵀ · scale) v to o, a tile of keys at a time. All are (N, D)."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, D)
     places = rows[:, None] * D + columns[None, :]
@@ -45,7 +45,7 @@ def flash_kernel(q_ptr, k_ptr, v_ptr, o_ptr, N, scale, D: "tl.constexpr", TILE: 
 
 D, TILE = 16, 32  # not alike, or a forgotten [:, None] may go unnoticed
 UNTOUCHED = -1.0  # follows the last row of o, and must stay; q, k, v are followed by NaN
-CASES = [  # name, tokens, the amount that scores are lowered by
+CASES = [  # name, tokens, how far below 0 all scores are (0: they are random)
     ("32 tokens, one tile", 32, 0.0),
     ("64 tokens, two tiles", 64, 0.0),
     ("48 tokens in tiles of 32", 48, 0.0),
@@ -55,7 +55,7 @@ LOADED = "numbers loaded"
 
 
 def _tensors(N: int, below: float) -> torch.Tensor:
-    """Make q, k and v; with `below`, all scores are that far below 0, and alike."""
+    """Make q, k and v, (3, N, D); their scores are random or, with `below`, all equal to -below."""
     tensors = torch.randn(3, N, D, generator=torch.Generator().manual_seed(0))
     if below:
         # One product a score, the others are 0: nothing is rounded that an order of adding decides.
@@ -65,7 +65,7 @@ def _tensors(N: int, below: float) -> torch.Tensor:
 
 
 def _look(answer: Callable, case: str, N: int, below: float) -> dict:
-    """Run the kernel; return o, the count of numbers it wrote after o, and of those it loaded."""
+    """Run the kernel; return o, the count of numbers written after o, "few" or too many loads."""
     os.environ["TRITON_INTERPRET"] = "1"
     from ddpkit import flash_triton  # readies the interpreter
 

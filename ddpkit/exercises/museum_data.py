@@ -81,7 +81,7 @@ def hook_averages(case):
 
 
 def updates_apart(got, right):
-    """Measure by how many of the last updates ranks 0 and 1 are apart."""
+    """Measure how far ranks 0 and 1 are apart, in units of the difference of their last updates."""
     apart = got[0]["first.weight"] - got[1]["first.weight"]
     update = -0.5 * (got[0][FIRST] - got[1][FIRST])
     return ((apart * update).sum() / update.square().sum()).item()
@@ -201,7 +201,7 @@ def seeds_of_their_own(case):
 
 
 def distance_kept(got, right):
-    """Measure rank 0's distance from rank 1 after the steps, relative to that at the start."""
+    """Measure the distance of the weights of ranks 0 and 1, relative to that before the steps."""
     names = "first.weight", "first.bias", "second.weight", "second.bias"
     starts = [dict(mlp(Case(3, 2, seed=seed)).named_parameters()) for seed in (0, 1)]
     before = sum((starts[0][name] - starts[1][name]).square().sum() for name in names)

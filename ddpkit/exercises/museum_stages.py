@@ -313,7 +313,7 @@ def last_hops_keys(case):
 
 
 def send_on(block):
-    """Replace `block`, in place, by the one of the rank before."""
+    """Send `block` to the next rank, and replace it, in place, by that of the rank before."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     arrived = torch.empty_like(block)
@@ -425,7 +425,7 @@ def tokens_for(case, rank, expert):
 
 
 class Experts(nn.ModuleDict):
-    """Compute each expert's tokens, given as a list: all experts, or a rank's one."""
+    """Apply each expert, of all or of a rank's one, to its own tensor in a list; return a list."""
 
     def forward(self, tokens):
         return [expert(x) for expert, x in zip(self.values(), tokens, strict=True)]
@@ -594,7 +594,7 @@ def square(case):
 
 
 def gathered(mine):
-    """Join all ranks' rows."""
+    """Return all ranks' rows, rank 0's first, without a gradient."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine.contiguous())
     return torch.cat(parts)

@@ -42,7 +42,7 @@ SCORES = [  # name, scores
 
 
 def _values(length: int) -> list[list[float]]:
-    """Make values: 1, 2, 4, ... and a 1 in each, so that the mean of the second is 1."""
+    """Make values [1, 1], [2, 1], [4, 1], ... up to 16, and again: a mean's second number is 1."""
     return [[2.0 ** (at % 5), 1.0] for at in range(length)]
 
 
@@ -185,7 +185,7 @@ blockwise_softmax = Exercise(
 
 # softmax_across_ranks(x)
 
-SHARED = [  # three rows, in parts: two for each rank. The last is all masked
+SHARED = [  # three rows, each in the parts of up to four ranks. The last row is all masked
     [[LN2, LN5], [LN3], [], [LN4, 0.0]],
     [[-INF, 1000.0], [1000 + LN3], [], [-INF, 1000 + LN4]],
     [[-INF] * 2, [-INF], [], [-INF] * 2],
@@ -212,7 +212,7 @@ def _across_trials():
 
 
 def _pairs_only(trial: Trial, run: Run) -> str | None:
-    """Check the wire: one collective, or messages; at most a pair for each row to each rank."""
+    """Return a complaint, if a rank made two collectives or sent a rank more than m and ℓ a row."""
     for rank, records in enumerate(run.wire):
         sent = [record for record in records if record.op not in ("recv", "new_group")]
         collectives = [record.op for record in sent if record.op != "send"]

@@ -111,7 +111,7 @@ NUMBERS = "numbers that a rank gave away for each target, where 3 are enough,"
 
 
 def _scores(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make whole logits; targets: each rank's first and last; e^x of the last rank's is inf."""
+    """Make logits; targets: each rank's first and last. e^x is inf on the last rank, 0 in row 0."""
     parts = torch.arange(sum(PARTS[:world_size])).split(PARTS[:world_size])
     vocabulary = sum(map(len, parts))
     targets = torch.stack([part[at] for part in parts for at in (0, -1)]).flip(0)
@@ -204,7 +204,7 @@ target_without_the_maximum: of_local = shifted.gather → of_local = logits.gath
 
 
 def _run_copies(answer, size):
-    """Run the answer; rank r's gradients are 10ʳ times 1, 2, 3…; one parameter wasn't used."""
+    """Run the answer on gradients 1, 2, 3, … times 10ʳ on rank r; one parameter has none."""
     rank, group = dist.get_rank(), group_of(size)
     shapes = {"a norm's weight": (2,), "not used": (2,), "a split weight": (2, 2), "a bias": (3,)}
     copies, first = {}, 1.0
@@ -282,7 +282,7 @@ CASES |= {"without a limit": math.inf}
 
 
 def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
-    """{parameter: (this rank's gradient, whether it is split)}."""
+    """Return {parameter: (this rank's gradient, whether it is split)}; `what`: a key of `CASES`."""
     times = {"all zeros": 0.0, "a little too long": 0.02}.get(what, 1.0)
     split, alike = [3.0 * (rank + 1), -4.0 * (rank + 1)], [12.0, 0.0, 5.0]
     return {
