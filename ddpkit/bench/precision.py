@@ -107,15 +107,15 @@ def make_contest(names: list[str], size: tuple, plain: ProcessGroup) -> Contest:
 # Results
 
 
-def measure(size: tuple[int, int, int] | None = None, rounds: int | None = None) -> Results:
+def measure(size: tuple[int, int, int] | None = None, rounds: int = ROUNDS) -> Results:
     """Time products and steps in the formats that this machine has units for.
 
-    size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). rounds: None
-    or 0: 12. ValueError: less than 0. RuntimeError: a format's last loss isn't fp32's within 2 %.
+    size: rows, width, layers of the model (None: what keeps a core, or a GPU, busy). ValueError: no
+    round. RuntimeError: a format's last loss isn't fp32's within 2 %.
     """
     names = units()
     size = size or (ON_GPU if torch.cuda.is_available() else ON_CPU)
-    seconds, (losses,) = race(partial(make_contest, names, size), rounds or ROUNDS, backend="auto")
+    seconds, (losses,) = race(partial(make_contest, names, size), rounds, backend="auto")
     missing = ", ".join(name for name in FORMATS if name not in names)
     told = f"\nNot timed, for want of units: {missing}." if missing else ""
     return Results(together(size, seconds, losses), LEGEND + told)

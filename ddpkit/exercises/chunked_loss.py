@@ -92,7 +92,7 @@ chunked_cross_entropy = Exercise(
         "wanted, not names that change before backward.",
     },
     praise="as one process with all logits, but only some rows of them ever exist.",
-    note="Liger and Apple's cut cross-entropy do it in one kernel, without a second forward.",
+    note="Liger's fused loss computes each chunk's gradient along with it: no second forward.",
     mistakes=mistakes("""
 all_at_once: total = 0.0 → rows = len(x)⏎total = 0.0
     All logits were in memory at a time: take rows of x at a time.

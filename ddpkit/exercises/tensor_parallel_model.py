@@ -283,7 +283,7 @@ CASES |= {"without a limit": math.inf}
 
 def _gradients(rank: int, what: str) -> dict[str, tuple[list[float], bool]]:
     """Return {parameter: (this rank's gradient, whether it is split)}; `what`: a key of `CASES`."""
-    times = {"all zeros": 0.0, "a little too long": 0.02}.get(what, 1.0)
+    times = {"all zeros": 0.0, "a little too long": 0.1}.get(what, 1.0)
     split, alike = [3.0 * (rank + 1), -4.0 * (rank + 1)], [12.0, 0.0, 5.0]
     return {
         "weight": ([times * x for x in split], True),
