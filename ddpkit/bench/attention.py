@@ -1,9 +1,9 @@
-"""Attention, plain, tiled and PyTorch's own, forward and backward, and how near the ceiling.
+"""Benchmark of attention, forward and backward: plain, tiled, and PyTorch's own.
 
-All have the same queries, keys and values, take turns, and must agree on the result and its
-gradients. The ceiling is a product of large square matrices of the same format, in the same rounds.
-In float32 on one core; on a GPU that computes with bfloat16, in that, beside each of PyTorch's
-kernels.
+All get the same queries, keys and values, and take turns; results and gradients must agree. The
+speed of a product of large square matrices, timed in the same rounds, is the ceiling. On a GPU with
+bfloat16 all compute in that, and each of PyTorch's kernels takes part; otherwise all compute in
+float32 on one core.
 """
 
 import importlib.util
@@ -70,7 +70,7 @@ class Case(NamedTuple):
     heads: int
 
     def inputs(self, kind: str) -> list[Tensor]:
-        """Draw q, k, v and the gradient of the result."""
+        """Draw q, k, v and the gradient of the result, each (1, heads, N, D), on device `kind`."""
         torch.manual_seed(0)
         shape = 4, 1, self.heads, self.length, self.head_size
         q, k, v, upstream = torch.randn(shape, device=kind, dtype=FORMATS[kind])
@@ -99,7 +99,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend) -> 
 
 
 def attentions(kind: str) -> dict[str, Callable]:
-    """Return {variant: attention}, PyTorch's own first; with Triton on a GPU, ours by kernels."""
+    """Return {variant: attend(q, k, v, causal)}; on "cuda" ours is Triton's, if installed."""
     names = BACKENDS if kind == "cuda" else [FLASH]
     found = {name: partial(sdpa, backend=BACKENDS[name]) for name in names}
     found |= {PLAIN: attention}
@@ -114,7 +114,7 @@ def attentions(kind: str) -> dict[str, Callable]:
 
 
 class Often:
-    """Call `call` often enough to fill a turn."""
+    """A function that repeats `call` to fill TURN_S seconds, a turn; `times`: how often it does."""
 
     def __init__(self, call: Callable):
         self.call, self.times = call, 1
@@ -129,7 +129,7 @@ class Often:
 
 
 def make_contest(case: Case, plain: ProcessGroup) -> Contest:
-    """Make the contest of all (part, variant); `found` returns the number of calls in a turn."""
+    """Make the contest, by (part, variant); `found` returns {(part, variant): calls in a turn}."""
     kind = device()
     inputs = case.inputs(kind)
     square = torch.randn(SQUARE[kind], SQUARE[kind]).to(inputs[0])
@@ -144,9 +144,10 @@ def make_contest(case: Case, plain: ProcessGroup) -> Contest:
 def choose(
     attends: dict[str, Callable], inputs: list[Tensor], causal: bool
 ) -> dict[str, dict[str, Callable]]:
-    """{variant: its forward and its backward}: those that can run, and the first a second time.
+    """Return {variant: {"forward": call, "backward": call}} of the attentions that can run.
 
-    RuntimeError: the result of one differs from the first's, so its time would mean nothing.
+    The first of them comes a second time, as a control (A/A). RuntimeError: a result or gradient
+    differs from the first's, so its time would mean nothing; or one that isn't PyTorch's fails.
     """
     *qkv, upstream = inputs
     able, right = {}, None
@@ -185,9 +186,10 @@ def measure(kind: str) -> Results:
 
 
 def together(case: Case, turns: dict, times: dict, product_flop: int) -> list[Result]:
-    """Make the results of a case.
+    """Make the results of a case: seconds of one call, TFLOP/s, and percent of the ceiling.
 
-    turns, times: {(part, variant): seconds of each round, or the calls in it}.
+    turns: {(part, variant): seconds of its turn in each round}. times: {(part, variant): calls in a
+    turn}. product_flop: the operations of one matrix product.
     """
     seconds = {}
     for which, of_rounds in turns.items():

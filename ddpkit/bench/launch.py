@@ -1,4 +1,4 @@
-"""The launcher's budgets: the time that a reader waits for ranks and for bad news."""
+"""The launcher's budgets: how long a reader waits for ranks, and for the error if one fails."""
 
 import contextlib
 import io
@@ -71,11 +71,11 @@ def time_cell(times: int = 50) -> float:
     return statistics.median(found)
 
 
-# Bad news. Ranks print the time at which it happens; a machine has one `time.perf_counter()`.
+# Failures. Ranks print the time at which one happens; a machine has one `time.perf_counter()`.
 
 
 def time_until_told(fn, tries: int = 5) -> float:
-    """Measure the seconds from a rank's last printed time until launch raised, the longest."""
+    """Return the seconds from the last time that `fn` printed until launch raised: the longest."""
     found = []
     for _ in range(tries):
         try:

@@ -49,7 +49,7 @@ WAYS = {TORCH: by_torch, OURS: by_us, WHOLE: lambda mlp, group: mlp, TORCH + AGA
 
 
 def contest(width: int, rows: int, ways: dict[str, Callable], group: ProcessGroup) -> Contest:
-    """Make the contest of all ways on one size. RuntimeError: the results of two differ."""
+    """Make the contest of {variant: split(mlp, group)}; RuntimeError in `found`: results differ."""
     torch.manual_seed(0)
     x = torch.randn(rows, width)
     mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))

@@ -1,7 +1,7 @@
-"""`ddpkit.train`'s loop with each of our ways to share out a training, beside PyTorch's own.
+"""Steps of `ddpkit.train` with each of our ways to share out a training, beside PyTorch's own.
 
-Everything else is the same code: model, text, loss, AdamW, clipping, what a step returns. Both talk
-in a group that records nothing. In the end both must have the same loss.
+Model, text, loss and AdamW are the same code; each clips the gradient in its own way. Both send in
+a plain process group, whose calls aren't recorded. Their losses must agree to 1e-3 in every step.
 """
 
 import math
@@ -83,7 +83,7 @@ def on_plain(config: TrainConfig, device: str, plain: ProcessGroup) -> Mesh:
 
 
 def contest(config: TrainConfig, plain: ProcessGroup) -> Contest:
-    """Race PyTorch's way to share out a training, and ours; RuntimeError: other losses."""
+    """Make the contest of PyTorch's sharding and ours; RuntimeError in `found`: losses differ."""
     theirs, ours = TORCHS[config.sharding], OURS[config.sharding]
     kinds = {theirs: PyTorchs, ours: Trainer, theirs + AGAIN: PyTorchs}
     races = {name: Training(kind, config, plain) for name, kind in kinds.items()}

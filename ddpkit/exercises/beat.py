@@ -1,7 +1,7 @@
-"""Numbers to beat: par is ours, no answer gets below the bound; a collective of torch is no try.
+"""Numbers to beat in an open task: par is the number of our answer, and no answer beats the bound.
 
-A number has company: a schedule of few ticks may hold much. So a try is kept while no other is as
-good in both.
+A try has two numbers, since a small first one may cost a large second one: a schedule of few ticks
+may hold many micro-batches. It is among the best tries while no other is as good in both.
 """
 
 import math
@@ -38,11 +38,11 @@ class Tried(Verdict):
 
 @dataclass
 class NumberToBeat:
-    """A number, less of which is better; it remembers the tries of this kernel.
+    """A number to make as small as possible; it remembers the tries since the kernel started.
 
-    company: the unit of the second number of a try. par: ours, if known. bound: no answer gets
-    below it, by an argument; None where there is none. tries: [(number, company)], in their order.
-    kept: the best of them, least first.
+    unit, company: the units of a try's two numbers, for example "ticks" and "held". par: the number
+    of our answer. bound: no answer gets below it, by an argument; None: no bound is known. tries:
+    [(number, second number)] of those that count, in their order. kept: the best, least first.
     """
 
     unit: str
@@ -53,7 +53,7 @@ class NumberToBeat:
     tries: list[tuple[float, float]] = field(default_factory=list, init=False)
 
     def judge(self, number: float, beside: float, refused: str | None) -> Verdict:
-        """Write number, par, bound and the best tries so far; what is refused doesn't count."""
+        """Judge a try, (number, beside), by par, bound and best tries. refused: why, if it is."""
         told = [f"yours {number:g} {self.unit}, {self._beside(beside)}"]
         if self.par is not None:
             told.append(f"par {self.par:g}")
@@ -83,7 +83,7 @@ class NumberToBeat:
 
 
 def only_messages(run: Run) -> str | None:
-    """Refuse collectives, which the wire counts as one call, whatever they send."""
+    """Return why a run is refused if it has collectives, whose messages the wire doesn't see."""
     found = ready_made(run)
     return found and found.partition("\n")[2]
 
@@ -139,7 +139,7 @@ def beat_lean_step(run: Run, steps: int) -> Verdict:
 
 
 def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, most: int) -> Verdict:
-    """Judge notebook 10's schedule: all of it, in ticks, with `most` micro-batches held."""
+    """Judge notebook 10's schedule by its ticks; a stage may hold `most` micro-batches at once."""
     ticks, held, refused = _ticks(schedule, stages, micro_batches, most)
     if ticks == math.inf:
         return Verdict(False, f"✗ beat_schedule: {refused}")
@@ -147,7 +147,7 @@ def beat_schedule(schedule: list[list[str]], stages: int, micro_batches: int, mo
 
 
 def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float, int, str | None]:
-    """Return a schedule's ticks (infinite: it has none), what it holds, and why it is refused."""
+    """Return (ticks, infinite if it can't run; the most that a stage holds; why it is refused)."""
     if not isinstance(schedule, list):
         return math.inf, 0, f"expected a list of lists of actions, got {schedule!r}."
     try:
@@ -167,7 +167,7 @@ def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float,
 
 
 def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verdict:
-    """Judge notebook 10's page of schedules: make(stages, micro_batches, most held) for ten."""
+    """Judge notebook 10's make(stages, micro_batches, most held) by schedules for ten settings."""
     if not callable(make):
         told = f"expected the function itself, my_schedule, got {type(make).__name__}."
         return Verdict(False, f"✗ beat_ten_schedules: {told}")
@@ -188,9 +188,9 @@ def beat_ten_schedules(make: Callable[[int, int, int], list[list[str]]]) -> Verd
 
 
 def beat_plan(thirds: int, peak: int, most: float) -> Verdict:
-    """Judge notebook 06's plan: thirds of a forward computed again, with the peak below `most` MB.
+    """Judge notebook 06's plan: `thirds` of a block's forward are computed again in backward.
 
-    peak: in bytes. most: one of `_PLANS`.
+    peak: in bytes; if it is above `most` MB, 34.4 or 50.0, the plan is refused.
     """
     megabytes = round(peak / 1e6, 1)
     refused = f"its peak is above {most:g} MB." if megabytes > most else None
@@ -201,7 +201,7 @@ def beat_block(run: Run, alone: Run, model: nn.Module, plain: nn.Module) -> Verd
     """Judge notebook 11's block: a rank returned (losses and lengths by step, {name: copy}).
 
     The copies are the parameters that all ranks hold alike. alone: the same program on one rank.
-    model: with the reader's blocks, serial; plain: with the library's, as many parameters.
+    model: with the reader's blocks, serial, and no fewer parameters than plain, the library's.
     """
     world_size, steps = len(run.wire), len(run[0][0])
     sent = max(bytes_moved(records, world_size) for records in run.wire) / steps
@@ -229,7 +229,7 @@ def _apart(run: Run) -> str | None:
 
 
 def _unlike_one(run: Run, alone: Run) -> str | None:
-    """Compare the first step with that of one rank, which has all of the same blocks."""
+    """Explain a first step whose loss or gradient's length is more than 1 % off one rank's."""
     several, one = run[0][0][0].tolist(), alone[0][0][0].tolist()
     if all(math.isclose(*pair, rel_tol=0.01) for pair in zip(several, one, strict=True)):
         return None

@@ -2,8 +2,8 @@
 no_sync.
 
 Order, never time, proves that gradients are sent while backward goes on: whenever backward comes to
-a layer, the check notes the number of all_reduces that its rank has begun. Gradients read like a
-tally, as in notebook 03.
+a layer, the check notes the number of all_reduces that its rank has begun. Gradients are those of
+`data_parallel`'s Stack, whose means show which ranks are in them.
 """
 
 import operator
@@ -54,10 +54,10 @@ CROSSED = [
 
 
 def _train(answer, cap_bytes, between, by_rank):
-    """Train a Stack on this rank; return its observations, the most telling first.
+    """Train a Stack on this rank; return its observations, of which the first wrong one is named.
 
-    cap_bytes: None: a message for each; 0: one for all, of one dtype. by_rank: the layers of the
-    last step, and BEGUN.
+    cap_bytes: of a bucket; None: a message for each gradient; 0: one for all. between: "": 1 step;
+    ZEROED or KEPT: 2. by_rank: for each rank, the layers of the last step, and BEGUN's counts.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     stack = Stack(norm=torch.float32 if cap_bytes == 0 else torch.float64)
@@ -101,7 +101,7 @@ def _train(answer, cap_bytes, between, by_rank):
 
 
 def _of_a_ring(steps: int) -> list[int]:
-    """Return [bytes of the flat gradient] if a ring carried it; else the bytes of each send."""
+    """Return [60], all gradients' bytes, if a ring may have sent them; otherwise each send's."""
     sends = [record.bytes for record in recorder().records if record.op == "send"]
     world_size, (nbytes,) = dist.get_world_size(), AFTER_BACKWARD[1]
     hops = 2 * (world_size - 1)
@@ -112,12 +112,12 @@ def _of_a_ring(steps: int) -> list[int]:
 
 
 def _memory(sent: list[Record]) -> dict[int, list]:
-    """{buffer: the numbers it held when it was sent}."""
+    """Return {number of a sent tensor's storage: its elements}; until wait(), as they were sent."""
     return {record.memory[0]: record.memory[2] for record in sent if record.memory}
 
 
 def _gradients(stack: Stack, sent: list[Record]) -> tuple[list[str], list[str]]:
-    """List gradients that don't lie in a buffer sent, and those that do but have changed since."""
+    """List the gradients ("norm.weight.grad") in no buffer sent, and those changed since in one."""
     apart, changed, memory = [], [], _memory(sent)
     for name, parameter in stack.named_parameters():
         if parameter.grad is not None:
@@ -131,7 +131,7 @@ def _gradients(stack: Stack, sent: list[Record]) -> tuple[list[str], list[str]]:
 
 
 def _left_out() -> Trial:
-    """Make a trial of OverlapDDP whose second step leaves a layer out, so that its mean stays."""
+    """Make a trial of OverlapDDP whose second step omits first.bias: .grad stays step 1's mean."""
     layers, begun = [layer for layer in LAYERS if layer != "first.bias"], [0, 0, 1, 2, 3, 4]
     trial = _trial(2, None, KEPT)
     for right in trial.expected:
@@ -498,7 +498,7 @@ NESTED, INTERRUPTED = "one inside another", "an exception inside"
 
 
 class _Stopped(BaseException):
-    """A reader presses stop: no Exception, as KeyboardInterrupt is none."""
+    """The exception of a reader who presses stop: like KeyboardInterrupt, it is no `Exception`."""
 
 
 def _run_no_sync(answer, case):

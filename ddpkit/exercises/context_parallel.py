@@ -26,7 +26,7 @@ def _run_deal(answer, world_size):
 
 
 def _scores(mine, all_chunks) -> float:
-    """Count the pairs that a causal mask leaves; the diagonal is a half."""
+    """Count the pairs of chunks, (query, key), that a causal mask leaves; (chunk, itself) is ½."""
     seen = 0.0
     for query in mine:
         seen += sum(1.0 for key in all_chunks if key < query) + 0.5
@@ -85,7 +85,7 @@ def _run_pairs(answer, deal, causal):
 
 
 def _pairs(deal, causal) -> dict:
-    """The specification: look at each token's place in the sequence."""
+    """Return what `_run_pairs` should, from the place of each token in the sequence."""
     right = {}
     for rank in range(len(deal)):
         for hop in range(len(deal)):
@@ -182,7 +182,7 @@ NAMES = "gradient of q", "gradient of k", "gradient of v"
 
 
 def _gradients(make, causal, dtype, size, number) -> list[dict]:
-    """The specification: autograd on one process's textbook attention."""
+    """Return, by rank, its part of autograd's gradients of textbook attention on one process."""
     q, k, v, do = _whole(size, dtype, number)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     q, k, v = leaves
@@ -267,7 +267,7 @@ SHAPE = 3, 2  # tokens of a rank, numbers of a token
 
 
 def _tokens(rank: int, heads: int) -> torch.Tensor:
-    """Make (2, heads, tokens, numbers): 1, 2, 3, ..., and 1000 more for each rank."""
+    """Make a rank's x, (2, heads, tokens, numbers): 1, 2, 3, ... in order, plus 1000 · rank."""
     count = 2 * heads * SHAPE[0] * SHAPE[1]
     numbers = torch.arange(1.0, 1 + count, dtype=torch.float64)
     return numbers.view(2, heads, *SHAPE) + 1000 * rank
@@ -291,7 +291,7 @@ def _run_heads(answer, size):
 
 
 def _heads(world_size: int, size: int) -> list[dict]:
-    """The specification: all tokens, of this rank's part of the heads."""
+    """Return what each rank should see: its part of the heads, of all tokens of its group."""
     right, heads = [], 2 * size
     for rank in range(world_size):
         first, place = rank - rank % size, rank % size

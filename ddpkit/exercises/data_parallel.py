@@ -1,7 +1,7 @@
 """Checkers of notebook 03: the server, average_gradients, sum_or_mean, NaiveDDP, and HookedDDP.
 
-Gradients are chosen so that the mean reads like a tally, each digit a rank: 11 on two ranks, 1111
-on four.
+Gradients are chosen so that a mean is a tally, each digit a rank, times the parameter's unit: for
+example 11 × 3.0 on two ranks, 1111 × 3.0 on four.
 """
 
 import torch
@@ -30,7 +30,7 @@ LR = 1 / 16  # of SGD, which hides no factor
 
 
 class _InSets(nn.Parameter):
-    """A parameter whose place in a set is another one on even and on odd ranks."""
+    """A parameter whose order in a set is reversed on odd ranks, so that use of a set fails."""
 
     def __hash__(self):
         return self.place
@@ -40,7 +40,7 @@ class Stack(nn.Module):
     """Layers one after the other, to which backward comes from the last to the first.
 
     tokens.weight is also head.weight: its gradient is complete when backward has been through both.
-    positions isn't trained, nor used. A set of parameters has another order on each rank.
+    positions isn't trained, nor used. A set of parameters has the opposite order on odd ranks.
     """
 
     def __init__(self, norm: torch.dtype = torch.float32):
@@ -57,7 +57,7 @@ class Stack(nn.Module):
             parameter.place = 7 - number if dist.get_rank() % 2 else number
 
     def forward(self, scale: int, layers=LAYERS, at_layer=lambda _: None) -> torch.Tensor:
-        """Compute a loss with `scale` times GRADIENTS; backward calls `at_layer` before each."""
+        """Return a loss with gradients scale × GRADIENTS; backward calls `at_layer` at each."""
         x = torch.zeros(())
         for name in layers:
             x = x + scale * FACTORS[name] * self.get_parameter(name).sum()
@@ -98,7 +98,7 @@ def ideal(mean: int) -> dict[str, object]:
 
 
 def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
-    """Explain the first gradient that isn't the mean."""
+    """Explain the first difference, if it is a gradient that isn't the mean, or a parameter."""
     what = next(what for what in expected if got.get(what) != expected[what])
     mean, value, world_size = expected[what], got.get(what), trial.world_size
     if f"{what}.grad" in expected:
@@ -133,7 +133,7 @@ def _parts(vector: torch.Tensor) -> dict[str, object]:
 
 
 def _run_worker(answer, steps):
-    """Run workers against a server whose weights no worker can guess: hundreds, by worker, step."""
+    """Run workers against a server, rank 0, that sends them 100 × worker × step × GRADIENTS."""
     module, rank, got = Stack(), dist.get_rank(), {}
     for step in range(1, steps + 1):
         if rank:
@@ -345,9 +345,9 @@ def sum_or_mean(module, reduction, rows):
 
 
 def _run_sum_or_mean(answer, reduction, rows):
-    """Run both reductions: a row brings 10**r to a sum, and all rows times that to a mean.
+    """Run a reduction of gradients in which each row of rank r counts 10**r: 13 for rows (3, 1).
 
-    So both give the same number, whose digits are the rows of each rank: 13, 314.
+    For "mean" a row brings 10**r times the number of all rows, so that the result is the same.
     """
     module, rank = Stack(), dist.get_rank()
     times = rows[rank] if reduction == "sum" else sum(rows) * (rows[rank] > 0)
@@ -406,7 +406,7 @@ leaves_when_it_has_none: all_rows = → if not rows: return⏎all_rows =
 
 
 def _run_naive(answer, steps, unused):
-    """Train from different weights on every rank; in the last step rank 1 may skip a layer."""
+    """Train from different weights on every rank. unused: rank 1 omits layers in the last step."""
     module, rank, world_size = Stack(), dist.get_rank(), dist.get_world_size()
     module.register_buffer("statistics", torch.full((2,), WEIGHT))
     module.register_buffer("batches", torch.tensor(7), persistent=False)
@@ -521,11 +521,11 @@ class HookedDDP(torch.nn.Module):
         return self.module(*inputs)
 
 
-X = 2.0  # every rank's only point
+X = 2.0  # the x of every rank's only point
 
 
 def _run_hooked(answer, steps):
-    """Train on half the squared error of a line that starts 10**r times W above a rank's point."""
+    """Train a line on half its squared error; it starts W · 10**r above rank r's only point."""
     line = nn.Linear(1, 1, dtype=torch.float64)  # exact, in whatever order ranks add up
     line.weight.data.fill_(WEIGHT)
     line.bias.data.fill_(WEIGHT)

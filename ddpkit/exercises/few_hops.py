@@ -1,4 +1,4 @@
-"""Checkers of notebook 02, second part: recursive halving and doubling, and the model's fit."""
+"""Checkers of notebook 02, second part: recursive halving and doubling, and the fit of α and β."""
 
 from fractions import Fraction
 from functools import partial
@@ -18,7 +18,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 
 def _evenly(trial: Trial, run: Run) -> str | None:
-    """Check that every rank sends as much as the others, and the wire carries no byte too many."""
+    """Explain ranks that sent unequally, or what `check_wire` finds; None if all is right."""
     sent = sent_bytes(run)
     if max(sent) > min(sent) + 8 * trial.world_size:  # an element a hop, where halves are uneven
         return (
@@ -103,7 +103,7 @@ def _fitted(answer, points):
 
 
 def _nearest(points) -> dict:
-    """The specification, in fractions: at the least sum of squares both derivatives are 0."""
+    """Return what `_fitted` should: the least squares of relative errors, solved in fractions."""
     rows = [(Fraction(hops) / Fraction(s), Fraction(n) / Fraction(s)) for hops, n, s in points]
     hh, hb, bb = (
         sum(x * x for x, _ in rows),

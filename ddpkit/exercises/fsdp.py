@@ -1,7 +1,7 @@
-"""Checkers of notebook 12: rows gathered, blocks by hand, the order of calls, Muon, a bug.
+"""Checkers of notebook 12: rows gathered, blocks by hand, calls, sums, clipping, a bug, and Muon.
 
-Row r of a parameter begins with 10 · (r + 1), and gradients add up to tallies, each digit a rank:
-a row in the wrong place shows, and a rank that is missing.
+Row r of a parameter begins with 10 · (r + 1): a row in the wrong place shows. In `sharded_step`
+rank r's x is a multiple of 10ʳ: a rank that is missing from a gradient shows.
 """
 
 import weakref
@@ -332,7 +332,7 @@ SPACING = 256.0  # above it bf16 has no odd numbers
 
 
 def _micro_gradients(rank: int) -> list[torch.Tensor]:
-    """Make what three backwards leave, in bf16: 256, and twice 1, which bf16 can't add to it."""
+    """Make three gradients in bf16: rank + 1 times 256, 1 and 1, since 256 + 1 is 256 in bf16."""
     base = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     return [(factor * (rank + 1) * base).bfloat16() for factor in (SPACING, 1.0, 1.0)]
 
@@ -354,7 +354,7 @@ def _run_accumulate(answer):
 
 
 def _accumulated(world_size: int) -> list[dict]:
-    """The specification: floats."""
+    """Return what each rank should see, from all gradients added up in float32."""
     ranks = range(world_size)
     parts = [entry.float() for rank in ranks for entry in _micro_gradients(rank)]
     rows = -(-3 // world_size)
@@ -413,7 +413,7 @@ LIMITS = {"longer than all": 1000.0, "shorter than each": 1.0, "between a rank's
 
 
 def _clip_parts(rank: int, world_size: int) -> tuple[list[list[float]], list[float]]:
-    """Make this rank's gradients; the last rank has no row."""
+    """Make the numbers of a rank's two shards, none on the last of several, and of its copy."""
     shards = [[3.0 * (rank + 1), 4.0 * (rank + 1)], [600.0 * (rank == 0)]]
     if rank == world_size - 1 and rank > 0:
         shards = [[], []]
@@ -448,7 +448,7 @@ def _rounded(x: torch.Tensor) -> list[float]:
 
 
 def _clipped(world_size: int) -> list[dict]:
-    """The specification: all of it in one list."""
+    """Return what each rank should see, from all numbers in one list."""
     parts = [_clip_parts(rank, world_size) for rank in range(world_size)]
     right = [{} for _ in range(world_size)]
     for half in (False, True):
@@ -537,7 +537,7 @@ class _Tied(nn.Module):
 
 
 def _run_tied(answer, length):
-    """Shard, and update with a gradient that came to the first name, as an optimizer would."""
+    """Shard a module with a tied weight, set first.weight.grad to ones, and take a step of SGD."""
     module = _Tied(length)
     answer(module)
     seen = {"parameters": len(list(module.parameters()))}
@@ -550,7 +550,7 @@ def _run_tied(answer, length):
 
 
 def _tied(world_size: int, length: int) -> list[dict]:
-    """The specification, with lists."""
+    """Return what each rank should see, from lists of rows."""
 
     def rows(rank, count, minus):
         full = -(-count // world_size)
@@ -621,7 +621,7 @@ def _of_whole(matrix: torch.Tensor) -> torch.Tensor:  # every row needs all rows
 
 
 def _run_owners(answer, world_size):
-    """Work in the group of `world_size` ranks that has this one; each group has other numbers."""
+    """Run the answer in this rank's group of `world_size` ranks; each group has other numbers."""
     group, place = group_of(world_size), dist.get_rank() % world_size
     number = dist.get_rank() // world_size
     matrices = [_matrix(m) + 1000 * number for m in range(len(SHAPES))]
@@ -646,7 +646,7 @@ def _run_owners(answer, world_size):
 
 
 def _owned(ranks: int, world_size: int) -> list[dict]:
-    """The specification: whole matrices; of all ranks, `world_size` share theirs."""
+    """Return what each of `ranks` should see, in groups of `world_size`, from whole matrices."""
     right = []
     for every in range(ranks):
         rank = every % world_size

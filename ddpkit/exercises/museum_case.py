@@ -1,4 +1,4 @@
-"""Models, samples and right trainings, on one process, that the museum's pieces share.
+"""Models, samples, and right trainings on one process, for the museum's programs, most with bugs.
 
 A sample says where it comes from: in every row of rank r's micro-batch j, one number isn't 0, in
 column r·m + j, where m is the number of micro-batches. So column k of the gradient of the first
@@ -45,7 +45,7 @@ class Case:
         return ranks if self.micro_batches == 1 else f"{ranks}, {self.micro_batches} micro-batches"
 
 
-# Twelve meshes a kind, of unequal sizes: 2 × 2 hides which 2 a factor is
+# Twelve meshes a kind, most of unequal sizes: 2 × 2 hides which 2 a factor is
 DATA = tuple(
     Case(ranks, micro) for ranks in (2, 3, 4) for micro in (2, 3, 4, 5, 6) if micro != ranks
 )
@@ -116,7 +116,7 @@ def all_rows(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def uneven_rows(case: Case, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the first rank + 1 rows of a rank's batch."""
+    """Return the first rank + 1 rows of a rank's batch, or all if it has fewer."""
     x, y = joined(batches_of(case, rank))
     return x[: rank + 1], y[: rank + 1]
 

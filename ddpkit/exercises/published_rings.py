@@ -1,7 +1,7 @@
-"""Checkers of notebook 02's two published rings: one that adds nothing, one that NCCL never ends.
+"""Checkers of notebook 02's two published rings: one that adds nothing, one that hangs on NCCL.
 
-Whole tensors go round in both. The second is right on Gloo, whose messages never wait; so its
-calls are gone through once more as NCCL would carry them, where both sides must have come.
+Whole tensors go round in both. The second is right on Gloo, so its calls are gone through again as
+NCCL would carry them: a rank's messages one after the other, each once both sides have come to it.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def _run_whole(answer):
 
 @contextlib.contextmanager
 def batches() -> Iterator[set[int]]:
-    """Collect, while inside, the numbers of records that go together with the one before."""
+    """Yield a set that collects the index of each record in one batch with the record before it."""
     batch, joined = dist.batch_isend_irecv, set()
 
     def noted(ops):
@@ -173,7 +173,7 @@ without_its_own: total = send.clone() → total = torch.zeros_like(send)
 
 
 def _waits_for_ever(trial: Trial, run: Run) -> str | None:
-    """Go through the calls as NCCL would."""
+    """Explain a wrong wire, or which ranks would wait for ever on NCCL; None: all is right."""
     wrong = check_wire(trial, run)
     stuck = rendezvous([got["messages"] for got in run])
     if wrong or not stuck:

@@ -34,10 +34,10 @@ def bytes_moved(records: Iterable[Record], world_size: int) -> int:
 def excess(
     records: Iterable[Record], tensors: Sequence[Tensor], spare_bytes: int = 0, flags: bool = False
 ) -> dict[str, int]:
-    """Count the bytes and calls that a rank made beyond one all-reduce per tensor.
+    """Count "bytes too many" and "calls too many": a rank's beyond one all-reduce per tensor.
 
-    A ring of messages in chunks sends as much. spare_bytes: for numbers that ranks must agree on,
-    also all-reduced; flags: one more call, in which each tensor has a 0 or a 1.
+    Messages aren't calls; those of a ring have an all-reduce's bytes. spare_bytes: of numbers that
+    may be all-reduced besides. flags: so may one tensor, a 0 or a 1 for each of `tensors`.
     """
     world_size = dist.get_world_size()
     part = (world_size - 1) / world_size
@@ -59,7 +59,7 @@ def excess(
 
 
 def spare(records: Iterable[Record], times: int) -> str | int:
-    """Return "few" if a rank sent no more than an all-reduce of two numbers each time, or bytes."""
+    """Return "few" if a rank sent at most `times` all-reduces of two 8-byte numbers, or bytes."""
     world_size = dist.get_world_size()
     sent = bytes_moved(records, world_size)
     return "few" if sent <= times * 2 * 8 * 2 * (world_size - 1) / world_size else sent
@@ -76,7 +76,7 @@ def counts(run: Run) -> dict[str, int]:
 
 
 def code_lines(thing: Callable) -> int | None:
-    """Count a function's or class's lines without docstrings; None if its source isn't known."""
+    """Count a function's or class's lines of code, without docstrings; None without a source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing))))
     except (OSError, TypeError, SyntaxError):

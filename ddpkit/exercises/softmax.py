@@ -1,7 +1,7 @@
 """Checkers of notebook 08: online_softmax, in two passes over a row, and merge.
 
-Rows are logarithms of small whole numbers, so that the results are simple fractions: softmax of
-0, ln 2, ln 5 is 1/8, 2/8, 5/8.
+Most rows are logarithms of small whole numbers, so that the results are simple fractions: softmax
+of 0, ln 2, ln 5 is 1/8, 2/8, 5/8.
 """
 
 import math
@@ -62,8 +62,8 @@ def numbers(answer: Callable, *args: object) -> object:
 def trial_of(look: Callable, cases: list[tuple], expected: dict, what: str) -> Trial:
     """Make a trial of all cases. look: called with the answer and a case; returns its findings.
 
-    expected: of all cases. Cases after the first wrong one aren't tried, so that two answers that
-    make the same mistake fail alike.
+    expected: of all cases. Cases after the first wrong one aren't tried: up to there an answer
+    with a known mistake returns the same as that mistake, later perhaps not.
     """
     rungs = tuple(str(case[0]) for case in cases) if len(cases) > 1 else ()
     return Trial(1, _try, (look, cases, expected), [expected], what=what, rungs=rungs)
@@ -106,10 +106,10 @@ def exact_softmax(values: list[float]) -> Tensor:
 
 
 class Row(Tensor):
-    """A row that counts the reads of each number, and fades: each read lowers it by ln 2.
+    """A row that counts the reads of each number; each read after the first gives ln 2 less.
 
-    x[i] reads a number, a slice some, any other function all. The same part twice in a row is once.
-    log: of this row, and of rows that share it: the row that was read, the count of numbers.
+    x[i] reads a number, a slice some, any other function all. The same part (not all) twice in a
+    row counts once. log: for each read of rows that share it, (row, how many numbers).
     """
 
     @staticmethod

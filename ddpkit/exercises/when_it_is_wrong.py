@@ -107,7 +107,7 @@ LEADS = "a loss that leads back to the weights"
 
 
 def run_loss(answer, counts):
-    """Average gradients of losses of 10**rank a token, times all tokens: digits are counts."""
+    """Average the gradients of tokens that bring 10**rank × all tokens: digits count tokens."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
     rank = dist.get_rank()
@@ -275,7 +275,7 @@ def exchange(tensor):
 
 
 def turn_sign(tensor):
-    """Make the last number -0.0; on all ranks it is 0.0, and the first is NaN."""
+    """Make the last number, 0.0 on the other ranks, -0.0: an equal number with other bits."""
     tensor[-1] = -0.0
 
 
@@ -285,7 +285,7 @@ def salted(value, plain=hash):
 
 
 def replica(special):
-    """Make the module that all ranks have alike; `special` are numbers of 0.bias."""
+    """Make a module, the same on all ranks: all numbers are 1, those of 0.bias are `special`."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module.register_buffer("mask", torch.ones(2), persistent=False)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -422,7 +422,7 @@ def bisected():
 
 
 def of_the_runs(trial, rank, expected, got):
-    """Explain runs that are too many: as many as steps, or a few."""
+    """Explain too many runs: one a step, or a few too many; None if a step found is wrong."""
     if any(got[what] != step for what, step in expected.items() if what.startswith("first")):
         return None
     if got[RUNS[1000]] > 500:
