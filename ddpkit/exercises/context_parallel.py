@@ -55,8 +55,8 @@ zigzag = Exercise(
     praise="each rank computes 2W blocks, those on the diagonal counted ½.",
     mistakes=mistakes("""
 in_order: [(rank, last - rank) for → [(2 * rank, 2 * rank + 1) for
-    In order, the last rank computes W times as much as the first, or nearly: an early chunk goes
-    with a late one.
+    In order, the last rank computes 2W-1 times as much as the first: an early chunk goes with a
+    late one.
 like_cards: [(rank, last - rank) for → [(rank, rank + world_size) for
     Dealt like cards, rank 0 has the first chunk of each half, and the last rank the last of each:
     the second half is dealt on the way back.

@@ -283,7 +283,7 @@ def _average_trials():
         yield Trial(world_size, _run_average, (False,), expected)
         if world_size == 4:
             mean = ideal(1) | {"tokens.weight.grad": 11 * GRADIENTS["tokens.weight"]} | wire
-            what = "rank 1 has no gradient in one layer"
+            what = "rank 1 has no gradient in some layers"
             yield Trial(2, _run_average, (True,), [mean] * 2, what=what)
 
 
@@ -321,10 +321,10 @@ in_a_new_tensor: dist.all_reduce(parameter.grad, group=group)⏎parameter.grad /
 uses_the_result: dist.all_reduce( → parameter.grad = dist.all_reduce(
     all_reduce works in place and returns None: call it, then divide parameter.grad.
 only_where_there_is_one: if parameter.requires_grad: → if parameter.grad is not None:
-    Rank 1 has no gradient in one layer and passes over it: rank 0 waits for ever. All ranks must
-    send the same. Go by requires_grad, and where .grad is None, send zeros.
+    Rank 1 has no gradient in some layers and passes over them: rank 0 waits for ever. All ranks
+    must send the same. Go by requires_grad, and where .grad is None, send zeros.
 sends_none: parameter.grad = torch.zeros_like(parameter) → pass
-    Rank 1 has no gradient in one layer. None can't be sent; zeros can, and leave the sum as it is.
+    Rank 1 has no gradient in some layers. None can't be sent; zeros can, and change no sum.
 """),
 )
 
@@ -450,7 +450,7 @@ def _naive_trials():
             weights[name] = WEIGHT - (steps - 1) * LR * mean * factor
         wire = {"weights again": False, "bytes too many": 0}
         expected = start | ideal(mean) | grads | weights | wire
-        what = f"step {steps}" + ", in which rank 1 leaves a layer out" * unused
+        what = f"step {steps}" + ", in which rank 1 leaves layers out" * unused
         yield Trial(world_size, _run_naive, (steps, unused), [expected] * world_size, what=what)
 
 

@@ -409,7 +409,7 @@ overwrites: part if shard.grad is None else shard.grad + part → part
 
 # clip_all(shards, copies, max_norm)
 
-LIMITS = {"longer than all": 1000.0, "shorter than each": 1.0, "between a rank's and all's": 20.0}
+LIMITS = {"longer than all": 1000.0, "shorter than each": 1.0, "somewhere between": 20.0}
 
 
 def _clip_parts(rank: int, world_size: int) -> tuple[list[list[float]], list[float]]:

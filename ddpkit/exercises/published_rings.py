@@ -174,10 +174,11 @@ without_its_own: total = send.clone() → total = torch.zeros_like(send)
 
 def _waits_for_ever(trial: Trial, run: Run) -> str | None:
     """Explain a wrong wire, or which ranks would wait for ever on NCCL; None: all is right."""
-    wrong = check_wire(trial, run)
-    stuck = rendezvous([got["messages"] for got in run])
-    if wrong or not stuck:
+    if wrong := check_wire(trial, run):
         return wrong
+    stuck = rendezvous([got["messages"] for got in run])
+    if not stuck:
+        return None
     return (
         f"right here, on Gloo. NCCL carries a rank's messages one after the other, each once both "
         f"sides have come, and would wait for ever: {stuck}."

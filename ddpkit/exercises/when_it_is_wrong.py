@@ -43,7 +43,7 @@ def exposed(computing: Spans, communication: Spans) -> float:
 STEPS = {  # computing, communication, and what is exposed
     "one message after all": ([(0, 10)], [(10, 14)], 4),
     "one message beside": ([(0, 10)], [(3, 8)], 0),
-    "half beside": ([(0, 10)], [(8, 15)], 5),
+    "in part beside": ([(0, 10)], [(8, 15)], 5),
     "two at once": ([(0, 10)], [(12, 16), (11, 14)], 5),
     "a pause": ([(0, 4), (9, 12)], [(3, 10)], 5),
     "nothing sent": ([(0, 5)], [], 0),
