@@ -351,7 +351,11 @@ def bucket_moments(
 
 
 def _say(grad: Sequence[float] | str | None) -> str:
-    """Return a .grad as text: "None", "view", or its elements with spaces between them."""
+    """Return a .grad, or a bucket's flat tensor, as text: "1 2.5" for its elements, "None", "view".
+
+    grad: the list of elements; None, if the parameter has no .grad; or the word "view", for a .grad
+        that is a view of the flat tensor.
+    """
     return f"{grad}" if grad in (None, "view") else " ".join(f"{value:g}" for value in grad)
 
 
@@ -641,8 +645,10 @@ def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label:
     """Draw one algorithm into a chart: the model's prediction as a line, measurements as points.
 
     axes: matplotlib's chart. model: the `CostModel` that predicts seconds from bytes.
+    algorithm: a name from `cost.ALGORITHMS`, such as "ring_all_reduce".
     sizes: the tensor sizes, in bytes, for which the line is computed.
-    measured: this algorithm's measurements. label: the text for the legend.
+    measured: a list of this algorithm's `cost.Measurement`s, drawn at (nbytes, seconds); [] for no
+        points. label: the text for the legend.
     style: matplotlib's "color" and "marker".
     """
     seconds = [model.seconds(algorithm, nbytes, world_size) for nbytes in sizes]

@@ -116,13 +116,15 @@ def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8
 def sent(run) -> tuple[int, int, int]:
     """Return (bytes forward, bytes backward, number of calls) of rank 0 in a run of `both_ways`.
 
+    `both_ways` runs attention over a sequence that the ranks share: forward, a barrier, backward.
     The bytes that rank 0 sends to the others are computed from its calls' records, not measured.
     With W ranks, a message counts as the bytes of its tensor, and an all-gather as W − 1 times the
     bytes of rank 0's shard. An all-to-all or reduce-scatter counts as (W − 1)/W of the bytes of its
     tensor, because rank 0's own part stays. The number of calls is that of both passes together,
     without receives and the barrier.
 
-    run: what `launch` returned. ValueError: rank 0 didn't make exactly one barrier call.
+    run: what `ddpkit.launch` returned, as launch(both_ways, "ring", torch.float32, world_size=4).
+    ValueError: rank 0 didn't make exactly one barrier call, the mark between the two passes.
     """
     others = len(run.wire) - 1
     times = {"send": 1, "all_gather": others}  # of the bytes in a record

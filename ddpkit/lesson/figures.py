@@ -341,7 +341,8 @@ class Part:
         rank made none, the time at which it made its first call, or inf without any call.
     start, end: the earliest time in `begun`, and the latest in this part's records (0.0 if none).
     link: the network that the launch emulated, in words; "" if there was none.
-    calls: how often each rank called each operation in this part, in words.
+    calls: a text that says how often each rank called each operation in this part, such as
+        "rank 0: 1 send, 1 barrier; rank 1: 1 recv, 1 barrier" or "every rank: no calls".
     """
 
     def __init__(self, run, after: str | None):
@@ -382,7 +383,10 @@ def _say_calls(records: Sequence) -> str:
 
 
 def last_known(records: Sequence) -> float:
-    """Return the latest time in these records at which a call was made, completed or waited for."""
+    """Return the latest time in these records at which a call was made, completed or waited for.
+
+    The time is in seconds, by `time.perf_counter()`. ValueError: there are no records.
+    """
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
 

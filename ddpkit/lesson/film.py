@@ -54,15 +54,19 @@ class Frame:
     combines several, or None if unknown. A hop is a set of messages that can travel together.
 
     event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
-    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer's key is the index
-        that the run's records give it or, for a collective's result without one, the call's name.
+    memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer is the storage of a
+        tensor, and its key is the storage's number in the rank's records (0, 1, ...). A result of a
+        collective that is in none of these has the operation's name, such as "all_gather", as its
+        key; the next such result of an all_gather replaces it.
     flying: (sender, receiver) of each message in flight other than one that the event sends.
     status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events up to this one in which something went wrong: those of kind "differ", "stuck",
         "lost" or "failed".
     marked: {rank: (buffer, range of indices)} of the elements that the event's message moves, at
-        its sender if it is sent, at its receiver if it is received; {} if no buffer was kept.
-    owners: the owner of each element of the event's message; [] if its values weren't kept.
+        its sender if it is sent, at its receiver if it is received; of a hop, at each sender, for
+        its last message. {} for other events, and if no buffer was kept.
+    owners: the owner of each element of the event's message; [] if its values weren't kept, and for
+        events that aren't a single message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
     holdings: for each rank, its `Holdings` (buffers, and the owners of the numbers in them) at the
         end; only in the last frame that `film` returns.
@@ -89,7 +93,8 @@ class Holdings:
         them. Then the caller passes each record to `look` (a send, or what went wrong), `take` (a
         receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
-        unknown owner. A buffer has the key that it has in `Frame.memory`.
+        unknown owner. The key of a buffer is the number of its storage in the rank's records or,
+        for a collective's result outside these storages, the operation's name ("all_gather").
     heard: whether it has got a message or a collective's result; before, its numbers are its own.
     arrived: a list of (buffer, [(value, owner) of each number]), an entry for each message that
         came since a number of the rank last changed; it may add them to its own numbers later.
@@ -226,7 +231,11 @@ def place(record: Record) -> range:
 
 
 def slice_of(record: Record) -> slice:
-    """Return what `place` returns, as a slice, which indexes a list of the storage's numbers."""
+    """Return the slice of a call's numbers in its tensor's storage: slice(4, 6) for x[4:6].
+
+    record: the call's record. Its `memory`, which has the list of all numbers in the storage that
+        the slice selects from, must not be None.
+    """
     return slice(place(record).start, place(record).stop)
 
 
@@ -314,8 +323,9 @@ def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
 
     A rank may still compute after its last message, which no record shows: the last sum of a
     reduce-scatter, for example. So if its function returned as many numbers as there are in the
-    buffer that it used first, they replace these, in place in `last.holdings`, and get owners from
-    `Holdings.change`. The keys of buffers are those of `Frame.memory`.
+    buffer that it used first, they replace these, in place in `last.holdings`. If a number differs,
+    its owners are found anew (`Holdings.change`). Buffers have the keys of `Frame.memory`: the
+    number of a storage, or a collective's name.
 
     last: the last frame that `film` returned.
     run: the `Run` that it shows.

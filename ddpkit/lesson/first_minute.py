@@ -63,12 +63,14 @@ def written_by_a_reader(source: str) -> Callable[[], None]:
 class FourRanks(Live):
     """A widget that launches a ring all-reduce on four ranks, and shows their messages.
 
-    Creating one launches the ranks, and waits until they have finished. Below the animation of
-    their messages are two buttons, each of which launches a function that goes wrong.
+    Creating one launches the ranks, and waits until they have finished. A cell that ends with the
+    object shows the animation of their messages and, below it, two buttons, each of which launches
+    a function that goes wrong.
 
-    player: the widget that animates the messages, with a slider over the hops.
-    report: the HTML widget below the buttons. After a click it shows the code of the button's
-        function and the error that `launch` raised. It exists once `box` has been used.
+    box: the ipywidgets widget that Jupyter shows for the object, made on first use.
+    player: the widget in it that animates the messages, with a slider over the hops.
+    report: the HTML widget below the buttons, made together with `box`. After a click it shows the
+        code of the button's function and the error that `launch` raised.
     """
 
     def __init__(self):

@@ -3,7 +3,9 @@
 A tile is a block of the matrix, some queries by some keys, that is computed in one go. Only the
 current tile shows its numbers, because those of earlier tiles have been forgotten and those of
 later tiles haven't been computed yet. The state of a row is the maximum m of its scores and the sum
-ℓ of e^(score − m), both over its tiles so far, the current one included.
+ℓ of e^(score − m), both over its tiles so far, the current one included. A tile first multiplies
+the sum so far by a correction, e^(m before − m after), because the maximum may have grown. A row's
+last tile also gives "lse", the log-sum-exp m + ln ℓ of all its scores.
 """
 
 import itertools
@@ -117,8 +119,9 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 def describe(tile: Tile) -> str:
     """Return in words which queries and keys a tile covers, and the state of its rows after it.
 
-    The state of a row is its maximum m, the sum ℓ of eˣ⁻ᵐ and its correction, and in the row's last
-    tile also the log-sum-exp.
+    The state of a row is its maximum m, the correction by which the tile multiplied the sum so far,
+    the sum ℓ of e^(score − m) and, in the row's last tile, the log-sum-exp. For example:
+    "query 2, key 2: row 2: m 2, ℓ so far × 0.368, ℓ 1.5, lse 2.41".
     """
     said = []
     for at, row in enumerate(tile.rows):
@@ -146,8 +149,9 @@ def _typeset(value: float) -> str:
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
     """Draw the matrix of scores with its current tile, and each row's state after that tile.
 
-    Beside a row stands what `Tile.row` returns for the last of its tiles up to this one: m,
-    correction, ℓ and perhaps lse. A row that no tile has reached yet has m = −∞ and ℓ = 0.
+    Beside a row stands its state after the last of its tiles up to this one: m, the correction by
+    which that tile multiplied the sum so far, ℓ and, if it is the row's last tile, the log-sum-exp
+    "lse". A row that no tile has reached yet has m = −∞ and ℓ = 0.
 
     scores: the matrix, of shape (queries, keys). steps: all its tiles, in order.
     step: the number of the current tile, counted from 1.

@@ -95,7 +95,7 @@ class FloatExplorer(Live):
     def _move(self, _, pattern: int | None = None) -> None:
         """Update all widgets and the picture after a typed number, chosen format or flipped bit.
 
-        The widgets call it after each change. While `_follow` sets their values, it does nothing.
+        The widgets call it after each change. It does nothing while `_follow` updates them.
         _: ipywidgets' report of the change, which isn't used.
         pattern: all bits as an integer, if one of them was flipped; None: read the number and the
             format from the widgets. If the text is no number, a message says so.
@@ -110,7 +110,11 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Set the widgets to the present text, format and bits; `_move` does nothing meanwhile."""
+        """Set the widgets to the present number: its text, its format, and a button for each bit.
+
+        The text is what was typed or, after a flipped bit, the new value. The widgets report these
+        changes like a reader's, so `_move`, which answers such reports, is switched off meanwhile.
+        """
         self._following = True  # the widgets report these changes as well
         try:
             format = self.number.format

@@ -126,10 +126,10 @@ def worth(
     """Return (caption, chart) of a transformer's seconds of sending for each second of computing.
 
     The chart has a row for each network (a key of `WIRES`: NVLink 4, 400 Gbit, 100 Gbit), and in it
-    a mark for each kind of parallelism (a key of `MARKERS`, such as "FSDP" or "pipeline"), at the
-    ratio that `cost.sending_over_computing` predicts. Left of the dashed line, which is at 1,
-    sending takes less time. The alt text states the ratios. `worth_calculator` calls this with the
-    values of its sliders.
+    a mark for each kind of parallelism, such as "FSDP" or "pipeline", at the ratio that
+    `cost.sending_over_computing` predicts. Left of the dashed line, which is at 1, sending takes
+    less time. The alt text states the ratios. `worth_calculator` calls this with the values of its
+    sliders.
 
     tokens: the tokens of a rank's batch; for ring attention, those of one sequence on the rank.
     width: the model's width, which is how many numbers it has for each token.
@@ -162,7 +162,11 @@ def worth(
 
 
 def _fills() -> dict[str, str]:
-    """Return {kind of parallelism, a key of `MARKERS`: the colour of its marks in `worth`}."""
+    """Return {kind of parallelism: colour of its marks}, such as {"FSDP": "#009E73", ...}.
+
+    The chart of sending and computing and its legend use these colours. The kinds are "data
+    parallel", "ZeRO-1", "FSDP", "tensor", "pipeline", "ring" and "experts".
+    """
     return {name: colour(number) for number, name in enumerate(MARKERS)}
 
 
@@ -173,7 +177,7 @@ def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
     the same ratio.
 
     place: the row's number, from 0 at the top, which is also the y of its middle.
-    ratios: {kind of parallelism, a key of `MARKERS`: seconds of sending for a second of computing}.
+    ratios: {kind of parallelism, such as "FSDP": seconds of sending for a second of computing}.
     """
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):

@@ -114,8 +114,10 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
     which the gradients are dropped. The first pass isn't measured, because ddpkit's FSDP sends more
     in it: its ranks check that all make the same calls in the same order. Call this on all ranks.
 
-    x: the model's input. options: `number` and `quiet`, as for `micro_batches`: how many
-        micro-batches each pass has, and the arguments of `no_sync` for all but the last.
+    x: the input of each micro-batch. options: `number` is how many micro-batches each pass has; by
+        default 1. `quiet` is a dict of keyword arguments, such as {"gradients": True}, for
+        `model.no_sync`, inside which all micro-batches but the last run. By default it is None:
+        `no_sync` isn't used.
     """
     micro_batches(model, x, **options)  # here ranks also compare the order of their calls
     model.zero_grad()
@@ -127,12 +129,12 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     """Run forward and backward twice; return this rank's calls of the second as ["AG b0", ...].
 
-    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.blocks[0]`, where a
+    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.module.blocks[0]`: a
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
-    by its bytes, so the units must differ in size. To be called on all ranks.
+    by its bytes; calls of units of the same size would get the same name. Call this on all ranks.
 
-    KeyError: a call is an all-reduce (as by `InPlace`), or is for the root unit, which holds the
-        parameters outside all other units and isn't among those that calls are matched with.
+    KeyError: a call matches none of these units, such as one for parameters of the model that are
+        in no submodule, or an all-reduce by another `transport`.
     """
     names = {}
     for unit in model.units[1:]:

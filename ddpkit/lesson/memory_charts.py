@@ -3,6 +3,10 @@
 Functions that draw return a `Picture`, a matplotlib figure with an alt text that says what it
 shows; `training` returns (caption, `Picture`). Alt texts are stored in notebooks. They may state
 numbers, since those drawn here are the same on every machine.
+
+A term (`ddpkit.memory.Term`) describes a tensor that a transformer block keeps for backward, by its
+name, such as "input of GELU", its bytes, and a formula for them. The terms of a whole block are
+what `ddpkit.memory.block_activations` returns.
 """
 
 import re
@@ -242,8 +246,9 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.
-    batch: the arguments `batch`, `length`, `precision`, `attention` and `dropout` of
-        `training_bytes`.
+    batch: five keyword arguments, all required. `batch` and `length` are the sequences in a batch,
+        and the tokens in a sequence. `precision` is "fp32", "bf16", "mixed" or "mixed, fp32
+        gradients". `attention` is "materialised" or "flash". `dropout` is a bool, not a rate.
     ValueError: `head_width` doesn't divide `width`, a batch or length is below 1, or there is no
         such attention. KeyError: there is no such precision.
     """
@@ -324,5 +329,5 @@ def training_bytes(
 
 
 def total(terms: Iterable[Term]) -> int:
-    """Return the bytes of all terms, which are tensors kept for backward, together."""
+    """Return the bytes of all the terms' tensors together; 0 if there are no terms."""
     return sum(term.nbytes for term in terms)

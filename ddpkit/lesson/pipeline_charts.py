@@ -4,7 +4,8 @@ A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", 
 "1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
 backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
 of its weights. The bubble is the idle share of the ranks' time. Every rank's time counts from the
-begin of the first action on any rank to the end of the last action on any.
+begin of the first action on any rank to the end of the last action on any. A stage holds the
+activations of a micro-batch from the begin of its forward to the end of its B or, if split, its W.
 
 The arguments `ticks` say how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
 A schedule to simulate is refused, with a ValueError, if an action is malformed, is missing or
@@ -227,8 +228,9 @@ def _holds(action: str) -> int:
 def held_by_rank(schedule: schedules.Schedule, stages_a_rank: int = 1) -> list[float]:
     """Return, for each rank, the most micro-batches whose activations it holds at the same time.
 
-    A micro-batch that is held in one of a rank's n pipeline stages counts as 1/n, since such a
-    stage has 1/n of the rank's layers.
+    Activations are held from a forward to the end of its backward B or, if split, its part W. A
+    micro-batch that is held in one of a rank's n pipeline stages counts as 1/n, since such a stage
+    has 1/n of the rank's layers.
 
     schedule: for each rank, its actions in order. stages_a_rank: n, the same on every rank.
     """

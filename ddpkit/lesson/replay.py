@@ -262,12 +262,15 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
     """Return events for a rank's error, for failed calls, and for sends without a receive call.
 
-    Failed calls are collectives that didn't take place and receives that never ended. A failed
-    launch (`run` is a LaunchError) stops ranks amid calls that would have succeeded. Of such a
-    launch, a receive is left out if a message that fits was on its way. So is a send without a
-    receive call, unless it was incomplete or the last call of a rank that didn't fail.
-    Calls that ended are left out as well if a rank's part in them may precede its last 256 calls,
-    the only ones known.
+    Failed calls are collectives that didn't take place, such as one that a rank never joined, and
+    receives that never ended. A failed launch (`run` is a LaunchError) stops ranks amid calls that
+    would have succeeded. So of such a launch a receive is left out if a message that fits was on
+    its way. A complete send is left out, since its receive call may only have been due later. But
+    the last call of a rank other than the one that failed isn't: the rank is taken to wait in it.
+
+    Of a failed launch only the last 256 calls of each rank are known. A complete send, or a
+    collective that ended on one of its ranks, is left out if another rank's call is missing that
+    may be an earlier one.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.

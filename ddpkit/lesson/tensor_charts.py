@@ -121,8 +121,10 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
     """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
 
-    There is a curve for tensor and one for data parallelism. With W ranks a rank sends 2(W − 1)/W
-    of `reduced_bytes`, as in a ring. Used in notebook 11.
+    There is a curve for tensor and one for data parallelism. In a step, a transformer layer
+    all-reduces tokens · width numbers four times if tensor parallel, and the gradients of its 12
+    width² weights (attention and MLP) once if data parallel. A number has 2 bytes. Of these bytes
+    each of W ranks sends 2(W − 1)/W, as in a ring. Used in notebook 11.
 
     width: the layer's width. world_size: the number of ranks.
     tokens: sizes of the whole batch, in tokens, along the x axis.
@@ -160,10 +162,11 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    A transformer layer of 12 width² weights makes four all-reduces in a step if tensor parallel,
-    one if data parallel, with the bytes that `reduced_bytes` returns. Their times over NVLink,
-    InfiniBand and Ethernet are predicted for a ring: its hops' latency plus bytes divided by
-    bandwidth. A dashed line marks how long a rank computes, forward and backward, at 400 TFLOP/s.
+    In a step, a transformer layer all-reduces tokens · width numbers four times if tensor parallel,
+    and the gradients of its 12 width² weights once if data parallel. A number has 2 bytes. Times
+    over NVLink, InfiniBand and Ethernet are predicted for a ring: its hops' latency plus bytes
+    divided by bandwidth. A dashed line marks how long a rank computes, forward and backward, at 400
+    TFLOP/s.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

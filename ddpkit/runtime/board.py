@@ -269,9 +269,10 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
-        """Write a record's flags, such as `dropped`, and its times into the slot at word `at`.
+        """Write a record's flags, such as `dropped`, and its times into a slot of the board.
 
-        The time `issued` isn't written, since it never changes. A time that is None becomes 0.
+        The time `issued` never changes, so `put` alone writes it. A time that is None becomes 0.
+        at: where the slot begins, in words of 8 bytes from the beginning of the file.
         """
         times = self._times
         times[at + _STARTED] = record.started or 0.0

@@ -90,18 +90,20 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _dumps(value) -> bytes:
-    """Return `value` pickled, with tensors that go to the rank's own GPU; for pickle.loads."""
+    """Return `value` pickled; of its tensors, those on a GPU here arrive on the rank's own GPU."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
 
 
 def _used(fn) -> dict[str, object]:
-    """Return {name: value} of what `fn` uses: globals and closure variables, by their names.
+    """Return {name: value} of the globals and closure variables that `fn` uses, for messages.
 
-    For a method, its object is added as "the object whose method it is"; for a functools.partial,
-    its arguments, as "argument 0 of partial" for example. All variables are left out if a closure
-    variable has no value yet, or if `fn` isn't a Python function.
+    The messages name what can't be pickled or is large; what is missing here is pickled all the
+    same. For a method, its object is added as "the object whose method it is"; for a
+    functools.partial, its arguments, as "argument 0 of partial" for example. Variables that only a
+    function inside `fn` uses may be missing. All variables are left out if a closure variable has
+    no value yet, or if `fn` isn't a Python function.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}

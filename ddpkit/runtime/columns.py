@@ -1,7 +1,8 @@
 """Tabulate the ranks' last calls side by side, with a mark where they first differ.
 
 A call is a collective call, a send or a receive. A look holds each rank's last calls, as read from
-the board, the file that all ranks share. Tables and lists become part of the report of a hang.
+the board, the file that all ranks share. A channel is a group, or the messages with one tag from
+one member to another. Tables and lists become part of the report of a hang.
 
 The argument `texts` of several functions is {rank: {number of a call, from 1: its text}}. A rank's
 oldest calls may be missing, since the board keeps only its last 256.
@@ -77,8 +78,9 @@ def _title(call: Record) -> str:
 def _without_group(record: Record) -> str:
     """Return the text of a call without its group, which is the same for the whole table.
 
-    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. But a
-    send, or a receive from a named rank, keeps a group that has members besides its two ends.
+    For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. The
+    group is recognized by `record.ranks`, its members. But for a send, or a receive from a named
+    rank, these are only (sender, receiver): its group stays, unless it is just [sender, receiver].
     """
     group = name_group(record.ranks)
     detail = record.detail.removesuffix(group).removesuffix(", ")
@@ -110,7 +112,8 @@ def _comparable(look: Look, ranks: Sequence[int]) -> bool:
 
     The calls that the board has of them, except new_group, must all be collectives of groups to
     which all of `ranks` belong. And if it has forgotten any call of them, those that it has must be
-    on the same set of channels on every rank.
+    on the same set of channels on every rank. Otherwise their numbers may not match, since a
+    forgotten call counts in them only if the board has a later one on its channel.
     """
     channels = set()
     forgotten = 0
@@ -208,8 +211,10 @@ def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
     Calls that the board has forgotten count in the numbers: after 40 of them, the first text has
-    number 41. But one doesn't count if the board has no later call on its channel. A new_group that
-    is complete is left out, and has no number.
+    number 41. A new_group that is complete is left out, and has no number. So forgotten calls are
+    counted by channel, by the number that the oldest call still on the board has there. If none is
+    left of a channel, its calls aren't counted: the numbers are too low, and may not match those of
+    other ranks.
     """
     records = [r for r in look.records[rank] if r.op != "new_group" or r.done is None]
     before = {record.channel: record.seq for record in reversed(records)}

@@ -121,7 +121,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Wake the thread that calls `answer`, and block, so that the script can't go on."""
+        """Handle SIGTERM: wake the thread that ends the process, and block until it has done so."""
         os.write(written, bytes([signal.SIGTERM]))  # asyncio may have taken the wakeup's place
         threading.Event().wait()
 

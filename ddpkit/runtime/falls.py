@@ -101,7 +101,11 @@ Fall = Failure | int  # an exit code is negative if a signal ended the rank: -9
 
 
 def _text_of(thing, how: Callable = str) -> str:
-    """Return how(thing), or a text which says that `thing` of the user's class can't be printed."""
+    """Return how(thing) or, if that raises, a text which says so and names the error's class.
+
+    thing: an exception or what sys.exit was given, so its class may be the user's.
+    how: str or repr.
+    """
     try:
         return how(thing)
     except Exception as another:

@@ -207,7 +207,10 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 
 
 def _torchruns_size() -> int:
-    """Return the number of ranks that torchrun started."""
+    """Return the number of ranks that torchrun started, on all machines together.
+
+    KeyError: there is no world yet, nor WORLD_SIZE, as in a process that torchrun didn't start.
+    """
     return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
 

@@ -172,8 +172,9 @@ class RanksMagic:
 def _parse(line: str) -> argparse.Namespace:
     """Return the options of a `%%ranks` line: n, on and trace, each None if it isn't given.
 
-    n is a number; on and trace are text. ValueError: the line has another form, or n isn't from 1
-    to 64 (`MOST_RANKS`).
+    line: what follows `%%ranks`. "4 --on 0,2 --trace x.json" gives n=4, the number of ranks,
+        on="0,2", those that run the cell, and trace="x.json", the file for a trace of its calls.
+    ValueError: the line has another form, or n isn't from 1 to 64 (`MOST_RANKS`).
     """
     parser = argparse.ArgumentParser(prog="%%ranks", add_help=False, exit_on_error=False)
     parser.add_argument("n", nargs="?", type=int)

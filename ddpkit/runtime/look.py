@@ -70,9 +70,10 @@ class Look:
     events: for each rank, how often it had written to the board (`board.events()`) when the caller
         last looked; None: the present counts. `is_still` compares these counts with later ones.
     standstill: True if no rank has written for a long time. Then a rank whose GPU waits counts as
-        waiting, though its program may go on. And others still count a rank that has made a call as
-        missing there while the queue of its GPU has an earlier open call of the group, which may
-        never end. This isn't certain: NCCL may complete a short message early.
+        waiting, though its program may go on. And other ranks count as waiting for a rank that has
+        made their call, if its GPU has an earlier open call of the group in its queue, and so may
+        never come to theirs. This isn't certain: NCCL may buffer a short message, so that its send
+        ends without the receive, and the queue moves on.
     """
 
     def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
@@ -162,7 +163,9 @@ class Look:
         """Put into `now`, for each rank, a wait that can never end, if one of its threads has one.
 
         `now` has one `Situation` for each rank, though several of its threads may be waiting; the
-        waits of the others are in its `more`. The field `destroyed` of each is filled in first.
+        waits of the others are in its `more`. Whether a wait can end depends on the groups that
+        other ranks have destroyed. So these are first read into the field `destroyed` of each
+        `Situation` in `now`; those in `more` don't need it.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -208,8 +211,10 @@ class Look:
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the other ranks that belong to `call` and for which `rank` waits there.
 
-        These are the `missing` ones. At a standstill (see `Look`) they are also ranks that have
-        made the call, but whose GPU has an open call of the group before it in its queue.
+        These are the ranks that haven't made it yet. For a receive from any rank they are all other
+        members, until a message that it can take is on its way. At a standstill (see `Look`) they
+        are also ranks that have made the call, but whose GPU has an open call of the group before
+        it in its queue, other than a message of the same batch (of batch_isend_irecv).
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -221,8 +226,8 @@ class Look:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
         On the CPU it is `call`. A GPU carries out a group's calls in the order in which they were
-        made, so an open call holds up those behind it. Returned is the first open one for which
-        ranks are `missing`, or `call` if there is none before it. At a standstill it is the first
+        made, so an open call holds up those behind it. Returned is the first open one that some
+        rank hasn't made yet, or `call` if there is none before it. At a standstill it is the first
         open call even if no rank is missing, since no call can be trusted to end. If that begins a
         batch (of batch_isend_irecv), it is the batch's first message for which the rank waits for
         others (`_awaited`), if there is one.
@@ -237,7 +242,8 @@ class Look:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
         `call` may be another rank's record. Collectives and messages share that queue. On the CPU
-        the list is empty, except for records that `ddpkit.explain` made from a dump.
+        the list is empty. But calls that `python -m ddpkit.explain` reads from a flight recorder's
+        file have no start times, so there all open ones count as on a GPU.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
@@ -287,11 +293,13 @@ class Look:
 
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
             "polling"; by default, ranks that poll are free.
+        A rank is gone if it has returned, ended its cell or destroyed the call's group.
         A rank is free if it may still make calls: it starts, computes or (by default) polls, only
         its GPU's stream waits, or one of its threads is in no call. A waiting rank is free as well
         if one of its threads has a wait that can end. A wait can end if it is for no rank, or for
         free ranks only, none of which has destroyed the call's group. A receive from any rank can
-        end if one of the ranks for which it waits is free, unless all are `gone`.
+        end if one of the ranks for which it waits is free, unless all are gone, as when free ranks
+        have destroyed the group.
         Returned are the waiting ranks that aren't free, and free ranks that are stuck in part: one
         thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or not free.
         The rest of such a rank may go on, so ranks that wait only for it aren't returned.
@@ -346,20 +354,23 @@ class Look:
                     yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
 
     def abandoned(self) -> list[Situation]:
-        """Return for each rank its first `unseen` wait for a member that will never come, by rank.
+        """Return each rank's first possible wait in C++ for a member that never comes, by rank.
 
-        Ranks without such a wait are left out.
+        Such waits, as of DistributedDataParallel for a collective, don't show on the board. A
+        member never comes if it has ended, or destroyed the group. Each wait is a `Situation`.
+        Ranks without one are left out: [] if none has one.
         """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Change `now`: a rank that sleeps counts as waiting in a call that members never make.
+        """Change `now`: a rank that sleeps counts as waiting in a call that a member never makes.
 
-        Such calls are those that `abandoned` returns: C++ waits there, which no mark on the board
-        shows, and their members have ended.
+        One such member is enough: it has ended, or destroyed the call's group. The call is a
+        collective for which C++ code of the sleeping rank may be waiting, as that of
+        DistributedDataParallel does. The board doesn't show this, so the rank seemed to compute.
         sleeps(rank): whether the rank's process uses no CPU. For a call on a GPU this isn't asked,
-            since a rank waits for its GPU with the CPU in use.
+            since a rank waits for its GPU with the CPU in use: there it always counts as waiting.
         """
         for hidden in self.abandoned():
             if hidden.call.on_stream or sleeps(hidden.rank):

@@ -72,7 +72,11 @@ def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 def _cached_bytes(cgroup: Path) -> int:
-    """Return the bytes of files that a container has in memory, which the kernel can take back."""
+    """Return the bytes of cached files in a container's memory, or 0 if that is unknown.
+
+    They count as free, since the kernel can take them back.
+    cgroup: the folder of the container's control group (version 2).
+    """
     with contextlib.suppress(OSError):
         found = re.findall(r"^(?:in)?active_file (\d+)", (cgroup / "memory.stat").read_text(), re.M)
         return sum(map(int, found))

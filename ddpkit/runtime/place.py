@@ -62,8 +62,10 @@ def is_installed(file: str) -> bool:
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in this stack.
 
-    It is what `place_in` returns. skip: how many innermost frames, this function's included, are
-    known to be ddpkit's and aren't looked at, which saves time.
+    If there is none, it is a framework's line or, on a thread of autograd, the line that called
+    backward; without these, the line at which the search begins. For via, see the module.
+    skip: how many innermost frames, this function's included, are known to be ddpkit's and aren't
+        looked at, which saves time.
     """
     return place_in(sys._getframe(skip))
 

@@ -165,8 +165,9 @@ def world(
     link: the `Link` whose latency and bandwidth are emulated, or None.
     keep_values: whether the records of calls keep the numbers in tensors of at most 64 elements, so
         that animations of the run can show them.
-    target: the function that each process runs, as for `Rank`.
-    call: the pickled (function, args, kwargs) for `worker.main` to call; `serve_cells` takes none.
+    target: `worker.main`, which calls the user's function once, or `worker.serve_cells`, which runs
+        a notebook's cells. It gets the rank's orders and its ends of two pipes, see `Rank`.
+    call: with `worker.main`, the pickled (function, args, kwargs) to call; otherwise b"".
     check_buffers: whether the ranks check that no tensor is changed while it is being sent.
     OSError: the disk for temporary files is full; make room, or set TMPDIR.
     """

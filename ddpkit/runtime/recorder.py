@@ -135,7 +135,8 @@ class Recorder:
 
         The number is `record.seq`, the count of earlier calls on the channel. Calls differ if their
         fingerprints do (texts such as "all_reduce 8 float32 sum"), or if sizes of an all_to_all
-        don't fit. Without a fingerprint return None; if the other's record can't be read, {}.
+        don't fit. Without a fingerprint return None. The board also has a hash of the fingerprint:
+        if that differs, but the other's record can't be read, return {}.
         Each rank writes its call before it reads the others', so of two that disagree the later one
         notices, unless the other has made 255 calls since, after which its call may be overwritten.
         """
@@ -239,7 +240,8 @@ class Recorder:
     def release(self):
         """Drop those groups held by `keep` that all of their members have destroyed by now.
 
-        Without the reference a group closes its connections.
+        A group closes its connections once no reference holds it. Closed earlier, they would fail a
+        member that still waits in the group.
         """
         let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
@@ -264,11 +266,11 @@ class Recorder:
             return caller.place
 
     def came(self) -> int:
-        """Assign one of the board's waiting marks to this thread; return the index of the mark.
+        """Assign a waiting mark to this thread at its first call; return the mark's index.
 
-        The mark says in which call the thread waits. `_caller` has it assigned at the thread's
-        first call, and returns the index from then on. Index 0 is the main thread's. When the other
-        7 are taken, further threads share the last one.
+        A rank has 8 marks on the board; each says in which call its thread waits. Index 0 is the
+        main thread's. When the other 7 are taken, further threads share the last one. A mark is
+        free again when its thread has ended.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -395,7 +397,7 @@ class Recorder:
 
         An emulated link can't begin with the call before this. The ranks are the group's members or
         a message's two ends. A rank is left out if the board doesn't show its call (yet). For a
-        receive, the sender's time is that at which its message left, which a link may delay.
+        receive, the sender's time is that at which its link began to send, perhaps some time later.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
@@ -460,8 +462,9 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Return whether a thread idles in a pool: its stack holds only code of Python's own library.
+    """Return whether a thread seems to idle, as in a pool: all its code is of Python's own library.
 
+    Such a thread isn't counted among those that may go on while another thread of the rank waits.
     frame: the thread's innermost frame; None, if the thread is gone, counts as idle.
     """
     return innermost(frame, is_pythons) is None

@@ -232,10 +232,12 @@ def _how_gone(s: Situation, look: Look) -> str:
 
 
 def _circle(waiting: list[Situation]) -> list[Situation]:
-    """Return those of the waiting ranks that wait for each other in a cycle.
+    """Return those of the waiting ranks that wait for each other in a cycle, in the given order.
 
-    waiting: a `Situation` for each rank that waits. The other ranks wait for those of the cycle,
-        and would go on if it were broken.
+    If 0 and 1 wait for each other and 2 for 0, these are ranks 0 and 1. Rank 2 isn't in the cycle,
+    and may go on once that is broken. If there are several cycles, all are returned, except one
+    whose ranks also wait for another cycle; [] if there is none.
+    waiting: a `Situation` for each rank that waits.
     """
     ranks_waiting = {s.rank for s in waiting}  # a missing rank may still compute
     awaited = {s.rank: ranks_waiting.intersection(s.missing) for s in waiting}
@@ -448,8 +450,9 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
     """Return one rank's record of the call to blame for the hang of `ranks`; None if unknown.
 
     It is the call in which ranks differ, if there is one. Otherwise it is the earliest one in which
-    a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is the call that
-    seems to have been left out.
+    a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is one that a rank
+    seems to have left out, since it made one like it earlier, after the same calls. Then the record
+    is that of another rank, which waits there. It decides which calls the report's table shows.
     """
     different = look.mismatch()
     if different:

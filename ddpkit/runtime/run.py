@@ -1,4 +1,8 @@
-"""`Run`: a launch's results, output and calls; it writes these as a trace or flight recording."""
+"""`Run`: a launch's results, output and calls; it writes the calls into files for other tools.
+
+These are a Chrome trace for https://ui.perfetto.dev, and dumps in the format of PyTorch's flight
+recorder, which PyTorch's analyser `torchfrtrace` reads.
+"""
 
 import time
 from dataclasses import dataclass, field

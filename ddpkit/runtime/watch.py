@@ -129,7 +129,10 @@ class Watch:
                 self.fail(HangError, self._report(headline, crossed(look) or advice, look))
 
     def check_all_live(self):
-        """Raise as `_raise_failure` does if a rank has ended; called before ranks get more work."""
+        """Raise RankError if a rank has ended; called before ranks get another cell to run.
+
+        HangError: the board also shows that ranks' calls differ, which is then the cause.
+        """
         for rank in self.ranks:
             if rank.exit_code is not None:
                 self._raise_failure(rank, rank.exit_code)
@@ -160,9 +163,10 @@ class Watch:
 
         `_listen` calls this about every 0.5 s while no rank makes progress. For a deadlock that the
         board proves this raises at once or, if the script has set a timeout of at most 60 s for one
-        of its waits, which may end it, only after `hang_after` seconds (plus `_emulated_s`). Then
-        it also raises without a proof: if every rank that hasn't returned is inside a call,
-        or if ranks poll, by `is_completed()` in a loop, a call that seems never to complete.
+        of its waits, which may end it, only after `hang_after` seconds, plus those by which an
+        emulated link may delay the open calls. Then it also raises without a proof: if every rank
+        that hasn't returned is inside a call, or if ranks poll, by `is_completed()` in a loop, a
+        call that seems never to complete.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, for each rank a count of its writes, unchanged in these seconds.
         """
@@ -334,11 +338,12 @@ class Watch:
 
         A rank that only lost its connection to another rank isn't the cause: then this waits up to
         2 s (`LOST_PEER_S`) for that other rank to fail. Once a rank has failed in another way, the
-        cause is known, and the whole wait lasts 0.4 s (`SETTLE_S`) at most. It ends earlier once
-        the board no longer changes and each rank has failed, replied or, if the cause is known,
-        waits in a call.
-        fallen: {rank: its `Failure`, which describes an exception, or its exit code; None if it
-            replied or reported that calls differ}. Ranks that follow are added in place.
+        cause is known, and the wait ends 0.4 s (`SETTLE_S`) after it began, or at once if these
+        have passed. It ends earlier once the board no longer changes and each rank has failed,
+        replied or, if the cause is known, waits in a call.
+        fallen: {rank: its `Failure`, which describes an exception, or its exit code}. Ranks that
+            follow are added in place. None stands for a rank that replied or reported that calls
+            differ: nothing more is expected of it.
         cause_known: True if the caller knows the cause already.
         """
         begun = time.perf_counter()

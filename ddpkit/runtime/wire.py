@@ -57,7 +57,7 @@ class WireWork(Work):
     inner: the real group's handle.
     record: the `Record` of the call, in which its times and waits are noted.
     recorder: the rank's `Recorder`, which notes the call's end and writes the mark.
-    arriving: the tensors that the call fills.
+    arriving: the tensors that the call fills, whose elements the record may keep.
     until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`,
         and that blocks until the call is done; for an emulated link, or a receive from any rank.
     delivered: for a collective on an emulated link: a future that is complete when the link would
@@ -124,8 +124,9 @@ def _hold_back(recorder: Recorder, record: Record):
     recorder's `link_out` and `link_in` are the times at which its link is free again for sending
     and for receiving. The call is delivered `link.seconds(...)` after `record.started`:
     - a send: `WireGroup.send` has set `record.started`, and `link_out`.
-    - a receive: starts once `link_in` has come, this rank has made the call, and, as far as the
-      board shows, the message has left the sender. Its delivery is the new `link_in`.
+    - a receive: starts once `link_in` has come, this rank has made the call, and the sender's link
+      has begun to send (`started` of the send on the board, if it can be read there). Its delivery
+      is the new `link_in`.
     - a collective: starts once `link_in` and `link_out` have come and, as far as the board shows,
       the last member has made the call. Its delivery is the new `link_in` and `link_out`.
     """
@@ -235,11 +236,13 @@ class WireGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def connecting(self):
-        """Record one call, "new_group", while a `with` block connects this group or parts of it.
+        """Context manager: record one call, "new_group", while the block connects a real group.
 
+        That is the Gloo or NCCL group inside this one or, in a split, inside a part of this one.
         Connecting blocks until all members take part, as a collective does, so the report of a hang
-        must know of it. For the world's own group nothing is recorded, since the states of the
-        ranks on the board show which of them have joined the world.
+        must know of it. The record has this group's members, and a channel of its own: "new 1#1" if
+        this group's name is "1#1". For the world's own group nothing is recorded, since the states
+        of the ranks on the board show which of them have joined the world.
         """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
@@ -422,9 +425,11 @@ class WireGroup(dist.ProcessGroup):
         )
 
     def _handle(self, inner: Work, record: Record, arriving: Sequence[torch.Tensor] = ()):
-        """Return the handle of a message; its `wait` includes the delay of an emulated link.
+        """Return a message's handle, whose `wait` waits for `inner` and notes the end in `record`.
 
-        inner: the real group's handle. arriving: the tensors that a receive fills.
+        With an emulated link, `wait` also sleeps until the link would have delivered the message.
+        inner: the real group's handle.
+        arriving: the tensors that a receive fills, whose elements the record may keep.
         """
         recorder = self.recorder
         held_back = partial(_through_link, recorder, record) if recorder.link else None
@@ -514,7 +519,7 @@ def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.
     """Note in a call's record that it is complete, unless its future failed; called by the future.
 
     future: that of the real group's handle, complete by now; it may have failed by a timeout.
-    arriving: the tensors that the call fills.
+    arriving: the tensors that the call fills, whose elements the record may keep.
     """
     try:
         future.value()

@@ -191,7 +191,11 @@ def message(
 
 
 def _in_group(member: Member) -> list[str]:
-    """Return [label of the group], to be put behind a call's arguments, or [] for the world."""
+    """Return a list with the group's name, such as ["group [0, 2]"]; for the world, an empty one.
+
+    The name stands after a call's arguments: "8 float32, sum, group [0, 2]".
+    member: this rank as a member of the group, with its name as `member.label`.
+    """
     return [] if member.label == "world" else [member.label]
 
 
