@@ -558,7 +558,10 @@ def test_a_second_thread_may_free_a_circle_while_it_waits_in_no_call(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0, 1]
-    assert Look(board).now[0].missing == (2,)  # the wait that says most
+    look = Look(board)
+    assert look.now[0].missing == (2,)  # the wait that says most
+    told = words.report(*words.explain_deadlock(look, [0, 1]), look)
+    assert told.count("another thread: waiting for rank 1 in recv") == 1
 
 
 def test_nobody_comes_to_a_group_that_it_has_destroyed(board):
@@ -606,6 +609,16 @@ def test_one_free_rank_is_enough_for_a_receive_from_any(board):
     assert stuck(board) == []
     board.set_state(2, RETURNED)
     assert stuck(board) == [0]
+
+
+def test_who_has_destroyed_the_group_doesnt_free_a_receive_from_any(board):
+    say(board, 0, 0, "recv", channel="0 ?")
+    say(board, 2, 0, "recv", channel="0>2", ranks=(0, 2))
+    assert stuck(board) == []
+    board.set_destroyed(1, {"0": ("train.py", 7, "main", "")})
+    assert stuck(board) == [0, 2]
+    told, _ = words.explain_deadlock(Look(board), [0, 2])
+    assert "rank 0 for ranks 1 and 2 in recv, rank 2 for rank 0 in recv" in told
 
 
 @pytest.mark.parametrize("sent", ["0 0>1:7", "0 0>1:8", "1 0>1:7", "taken"])

@@ -174,6 +174,7 @@ class Look:
             hopeless = next((wait for wait in waits if self.gone(wait)), s)
             if hopeless is not s:
                 hopeless.more = [wait for wait in waits if wait is not hopeless]
+                s.more = []  # it is one of those in `more` now
                 hopeless.destroyed = s.destroyed
                 hopeless.has_free_thread = s.has_free_thread
                 self.now[s.rank] = hopeless
@@ -297,9 +298,8 @@ class Look:
         A rank is free if it may still make calls: it starts, computes or (by default) polls, only
         its GPU's stream waits, or one of its threads is in no call. A waiting rank is free as well
         if one of its threads has a wait that can end. A wait can end if it is for no rank, or for
-        free ranks only, none of which has destroyed the call's group. A receive from any rank can
-        end if one of the ranks for which it waits is free, unless all are gone, as when free ranks
-        have destroyed the group.
+        free ranks only, none of which has destroyed the call's group. For a receive from any rank
+        one such rank is enough.
         Returned are the waiting ranks that aren't free, and free ranks that are stuck in part: one
         thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or not free.
         The rest of such a rank may go on, so ranks that wait only for it aren't returned.
@@ -323,7 +323,8 @@ class Look:
         if self.gone(s):
             return False
         if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
-            return not s.missing or not free.isdisjoint(s.missing)
+            may_come = [rank for rank in s.missing if not self._is_gone(rank, s.call)]
+            return not s.missing or not free.isdisjoint(may_come)
         return free.issuperset(s.missing)
 
     def polled_in_vain(self) -> list[int]:
