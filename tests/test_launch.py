@@ -77,7 +77,7 @@ def closure():
     return lambda: lock
 
 
-LOCK = threading.Lock()
+LOCK = OTHER = threading.Lock()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,7 @@ LOCK = threading.Lock()
         ([functools.partial(print, LOCK)], {}, "got argument 0 of partial (TypeError: cannot"),
         ([lambda: LOCK], {}, "the variable 'LOCK' that the function uses (TypeError: cannot"),
         ([closure()], {}, "the variable 'lock' that the function uses (TypeError: cannot"),
+        ([lambda: dist.LOCK or OTHER], {}, "the variable 'OTHER' that the function uses"),
     ],
 )
 def test_bad_arguments_start_no_process(no_process, args, options, says):

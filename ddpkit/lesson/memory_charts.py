@@ -318,7 +318,7 @@ def training_bytes(
     # For each token the last norm keeps its input and two numbers, the head its input, the loss the
     # logarithm of every probability.
     head = tokens * (2 * width * itemsize + 8 + 4 * VOCABULARY)
-    mask = dropout * tokens * width  # of dropout after the embeddings, a byte for each number
+    mask = bool(dropout) * tokens * width  # of dropout after the embeddings, a byte for each number
     activations = (
         layers * block + head,
         layers * selective + max(head, block - there - products),

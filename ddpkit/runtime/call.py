@@ -4,6 +4,7 @@ The function may come from a notebook's cell.
 """
 
 import contextlib
+import dis
 import functools
 import importlib
 import inspect
@@ -112,8 +113,10 @@ def _used(fn) -> dict[str, object]:
     if inspect.ismethod(fn):
         return {"the object whose method it is": fn.__self__} | _used(fn.__func__)
     with contextlib.suppress(TypeError, ValueError):  # no function; a variable not assigned yet
-        used = inspect.getclosurevars(fn)
-        return used.globals | used.nonlocals
+        used = inspect.getclosurevars(fn)  # its globals have the names of attributes among them
+        loaded = {op.argval for op in dis.get_instructions(fn) if op.opname == "LOAD_GLOBAL"}
+        used_globals = {name: x for name, x in used.globals.items() if name in loaded}
+        return used_globals | used.nonlocals
     return {}
 
 
