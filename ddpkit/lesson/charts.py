@@ -637,7 +637,12 @@ def takeovers(
 def _fastest(
     model: cost.CostModel, algorithms: Sequence[str], world_size: int, nbytes: float
 ) -> str:
-    """Return the algorithm that the model predicts to be the fastest for a tensor of `nbytes`."""
+    """Return the algorithm that the model predicts to be the fastest for a tensor of `nbytes`.
+
+    algorithms: at least one name from `cost.ALGORITHMS`. They should do the same operation, as
+        "ring_all_reduce" and "doubling_all_reduce" do, which isn't checked.
+    world_size: the number of ranks.
+    """
     return min(algorithms, key=lambda algorithm: model.seconds(algorithm, nbytes, world_size))
 
 

@@ -58,6 +58,9 @@ def cells_of(frame: Frame, rank: int) -> list[Owner]:
     needs `launch(..., keep_values=True)`, which records the elements. They are listed by index. The
     owner of an element is the rank that the number came from, a frozenset of ranks if it is the sum
     of their numbers, or None if that isn't known.
+
+    StopIteration: the frame shows no buffer of the rank, because it has sent or received nothing
+        yet, or its elements weren't recorded. In frames that `is_round` accepts this can't happen.
     """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 

@@ -396,6 +396,7 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
     It waits from the moment when it begins to wait for a call until that is complete or, if it
     never is, until the last time in the rank's records, where the lane ends.
 
+    part: the records of each rank's calls, and their times, in the part of a run that is drawn.
     turned: the time at which backward began, by `time.perf_counter()`; before it the grey is
         lighter. None for one shade.
     """
@@ -421,7 +422,8 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     that ends first lies in front, so that the longer one stays visible after it. Return {initials:
     name of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
 
-    part: the part of the run that is drawn. longest: the seconds that the time axis spans.
+    part: the records of each rank's calls, and their times, in the part of a run that is drawn.
+    longest: the seconds that the time axis spans.
     named: whether to write on each box what fits: the operation's name, its initials, or nothing.
         The boxes of a rank with several streams stay without text in any case.
     """

@@ -242,7 +242,8 @@ def slice_of(record: Record) -> slice:
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """Return a frame for each event of a run: a picture of every rank's numbers just after it.
 
-    The last frame also gets `holdings`: for each rank, its `Holdings` at the end.
+    The last frame also gets `holdings`: for each rank an object that has its buffers at the end,
+    from which `hop_by_hop` makes the picture of the end.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order. The numbers are known only if the

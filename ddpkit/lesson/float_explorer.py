@@ -22,7 +22,8 @@ class FloatExplorer(Live):
     value: the initial number as text, such as "0.1" or "1/3". format: the initial format: "fp32",
         "tf32", "bf16", "fp16", "fp8 e4m3" or "fp8 e5m2".
     number: the `floats.Number` whose bits the buttons show.
-    entry, choice, buttons: the widgets for the number, the format and the bits, once `box` exists.
+    box: the ipywidgets widget that Jupyter shows for the object, made on first use.
+    entry, choice, buttons: the widgets in it for the number, the format and the bits, made with it.
     ValueError: `value` is no number, or there is no such format.
     """
 

@@ -131,10 +131,14 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
     "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.module.blocks[0]`: a
     unit is a group of layers whose weights are gathered together. A call is matched with its unit
-    by its bytes; calls of units of the same size would get the same name. Call this on all ranks.
+    by its bytes; calls of units of the same size would get the same name. A single rank makes no
+    calls: []. Call this on all ranks.
 
-    KeyError: a call matches none of these units, such as one for parameters of the model that are
-        in no submodule, or an all-reduce by another `transport`.
+    model: a module in ddpkit's own FSDP, with its default `transport`, which sends by torch's
+        all-gather and reduce-scatter.
+    KeyError: a call matches none of these units. It is for parameters of the model that are in no
+        submodule, it reduces gradients in a dtype of another size than that of the weights, or
+        another transport makes it, such as an all-reduce.
     """
     names = {}
     for unit in model.units[1:]:

@@ -85,7 +85,15 @@ def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
 
 
 def _said_peak(name: str, timeline: Timeline) -> str:
-    """Return in words how high a timeline's peak is, in which phase, and what is live there."""
+    """Return in words how high a timeline's peak is, in which phase, and what is live there.
+
+    For example "flat: at most 65 MB in backward: parameters 7 MB, activations 58 MB." The phase is
+    left out if the peak comes before the first one.
+
+    name: the name of the run, here "flat".
+    timeline: the live bytes after each operation of a training step, by kind of memory, and the
+        operations with which its phases begin, such as "forward" and "backward".
+    """
     before = [text for entry, text in timeline.marks if entry <= timeline.peak]
     where = f" in {before[-1]}" if before else ""
     there = timeline.at(timeline.peak)
@@ -153,8 +161,9 @@ def heaps(rows: Mapping[str, str]) -> Picture:
     """Draw memory as rows of boxes, to show the gaps that freed tensors leave between others.
 
     rows: {name of a row: its boxes from left to right}, for example {"activations gone": "..aa"}.
-        A letter is a unit of memory that a tensor occupies, and "." a free one, which is white.
-        Capital and small letters have different colours, to distinguish two kinds of tensors.
+        "." is a free unit of memory, and white. Any other character is a unit that a tensor
+        occupies, and is written on the box: "aabb" are two tensors of two units. Capital letters
+        are blue, all others orange, to distinguish two kinds of tensors.
 
     The alt text repeats the rows.
     """

@@ -76,8 +76,8 @@ class Picture:
     """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
     A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
-    fit the window. Widgets show its `svg`, in which boxes and texts can move (see `moving`). `png`
-    and `svg` are bytes.
+    fit the window. Widgets show its `svg`, in which boxes and texts of a `Canvas` can slide from
+    one place to another. `png` and `svg` are bytes.
 
     figure: a finished matplotlib figure. It is changed: it gets a grey frame, lines and arrows too
         pale for white are darkened, and its layout is computed once, here, and then kept.
@@ -287,7 +287,9 @@ class Canvas:
     Later shapes cover earlier ones, but texts lie above all shapes. `picture` returns the result.
 
     width, height: the size of the page, in pixels.
-    gid: None, or what `moving` returned: boxes and texts that are drawn while it is set will move.
+    gid: None at first, or what `moving(start, end)` returned. Boxes and texts that are drawn while
+        it is set slide once when a widget shows the picture, as a message does from its sender to
+        its receiver: from `start` to `end`, offsets from the place where they are drawn.
     """
 
     def __init__(self, width: float, height: float):

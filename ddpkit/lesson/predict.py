@@ -115,7 +115,11 @@ class Prediction(Live):
 
 
 def in_digits(number: float, digits: int) -> str:
-    """Return a number as text with `digits` digits, or all of those before the point: "12,345"."""
+    """Return a number as text, rounded to `digits` significant digits: 0.123456 to 4 is "0.1235".
+
+    Trailing zeros are left out: 2.50 is "2.5". If there are more digits before the point, all of
+    these are kept: 12345.6 to 4 is "12,346". Very small or large numbers are like "1e-05".
+    """
     long = 10**digits <= abs(number) < 1e15
     return f"{number:,.0f}" if long else f"{number:,.{digits}g}"
 

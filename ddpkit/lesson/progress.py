@@ -101,9 +101,9 @@ def show_lanes(result, display) -> None:
 def show_progress() -> None:
     """Show the progress line for this kernel's cells from now on, including the running one.
 
-    From now on `show_lanes` runs after each cell as well. Outside of a notebook's kernel, or if the
-    environment variable DDPKIT_PROGRESS is "off", nothing is done. Importing `ddpkit.lesson` calls
-    this function; another call would add a second line.
+    From now on a cell whose ranks failed also gets a picture of their last calls, see `show_lanes`.
+    Outside of a notebook's kernel, or if the environment variable DDPKIT_PROGRESS is "off", nothing
+    is done. Importing `ddpkit.lesson` calls this function; another call would add a second line.
     """
     if "IPython" not in sys.modules:  # true in every rank, where importing IPython takes a while
         return

@@ -1,8 +1,13 @@
-"""Put the events of a run in order: causes before effects, and what never happened at the end.
+"""Turn a run's records into a list of events: causes before effects, what went wrong at the end.
 
 A record is one rank's call, with its times and, if kept, the elements of its tensors, which are
-called its numbers. Times of different ranks are never compared: they only order the events of one
-rank. So two runs in which each rank's events have the same order are replayed in the same order.
+called its numbers. An event is one step of the whole run. A message gives two: the send, from the
+sender's record, and the receive, from the receiver's. A collective call gives one, from the records
+of all its ranks. An error gives one, and so does a call that didn't succeed, such as a receive
+whose message never came.
+
+Times of different ranks are never compared: they only order what one rank does. So two runs in
+which each rank does the same in the same order are replayed in the same order.
 """
 
 import contextlib
@@ -23,15 +28,18 @@ class Event:
 
     kind: "send" or "receive" of one message; "hop", all messages that travel at the same time;
         "meet", a collective call of all its ranks; "differ", ranks made calls that don't match;
-        "stuck", a rank waits for something that never comes; "lost", a message that is never
-        received, or a receive or send that is never waited for; "failed", a rank raised an error,
-        exited or was killed; "end", the state after the last message.
+        "stuck", a rank waits for a message, for a receiver, or for other ranks in a collective,
+        which never come; "lost", a message that is never received, or a receive that is never
+        waited for; "failed", a rank raised an error, exited or was killed; "end", the state after
+        the last message.
     text: what happens, in words.
-    records: {rank: its record of the call}; for a receive the records of both ends, if both are
-        known; for a "hop", in which a rank may send several messages, each sender's last one; {}
-        for "failed" and "end".
-    rank, peer: the sender and the receiver, for an event of one message; the sender is None if any
-        may send. "failed" has the `rank` that failed. Otherwise both are None.
+    records: {rank: its record of the call}. A "receive" has the records of both ends, if both are
+        known. A message that went wrong has one: that of the receive or, if there is none, of the
+        send. A collective that went wrong has those of the ranks that called it. A "hop", in which
+        a rank may send several messages, has each sender's last one; "failed" and "end" have {}.
+    rank, peer: the sender and the receiver, for an event of one message: "send", "receive", "lost",
+        and a "differ" or "stuck" that isn't about a collective. The sender is None if any rank may
+        send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
     change: for a "meet" that moves numbers, {rank: (numbers that it brought or None, numbers that
         it got or None, the owner of each that it got)}; otherwise {}. An owner is the rank that a
@@ -66,7 +74,7 @@ def key(record: Record) -> tuple:
 
 
 def replay(run) -> list[Event]:
-    """Return the events of `run` in order: what happened, then what never happened.
+    """Return the events of `run` in order: what happened, then what went wrong.
 
     A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
     events are in the order of rounds: in a round, each rank takes a step, unless it must wait for
@@ -113,8 +121,9 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
     are left out.
 
     wire: for each rank, the records of its calls.
-    ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
-    calls: {`key` of a collective call: {rank: its record}}.
+    ends: {"send" or "recv": {message: (rank, its record)}}.
+    calls: {collective call: {rank: its record}}. Messages and calls are identified by tuples, such
+        as (channel, index), which `key` makes from a record, and which all their ranks share.
     """
     rounds: TopologicalSorter = TopologicalSorter()
     whole = {at: records for at, records in calls.items() if _complete(records)}
@@ -171,7 +180,10 @@ def _alike(records: dict[int, Record]) -> bool:
 
 
 def _shape(record: Record) -> str:
-    """Return the number of elements and the dtype of a call as text, such as "2 float32"."""
+    """Return the number of elements and the dtype of a message as text, such as "2 float32".
+
+    record: that of a send or a receive, which has a single tensor.
+    """
     return record.detail.partition(",")[0]
 
 
@@ -256,25 +268,32 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
     return ", ".join(said) or "…"
 
 
-# Events that never happened, and the ranks that wait for them
+# What went wrong
 
 
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
-    """Return events for a rank's error, for failed calls, and for sends without a receive call.
+    """Return the events of what went wrong in a run: an error, and calls that didn't succeed.
 
-    Failed calls are collectives that didn't take place, such as one that a rank never joined, and
-    receives that never ended. A failed launch (`run` is a LaunchError) stops ranks amid calls that
-    would have succeeded. So of such a launch a receive is left out if a message that fits was on
-    its way. A complete send is left out, since its receive call may only have been due later. But
-    the last call of a rank other than the one that failed isn't: the rank is taken to wait in it.
+    A failed launch (`run` is a LaunchError) stopped ranks amid calls that would have succeeded, and
+    only the last 256 calls of each rank are known. So of a failed launch, and of no other run, some
+    of these events are left out:
 
-    Of a failed launch only the last 256 calls of each rank are known. A complete send, or a
-    collective that ended on one of its ranks, is left out if another rank's call is missing that
-    may be an earlier one.
+    - A rank's error: "failed".
+    - A collective whose calls, or sizes in an all_to_all, don't match: "differ".
+    - A collective that a member didn't call, or a new_group that didn't end on every rank: "stuck".
+      Left out if it ended on some rank, and a member without the call has 256 known calls: it may
+      have made this one before them.
+    - A receive that never ended: "differ" if its message doesn't fit; "stuck" if the launch failed
+      and no send is known; otherwise "lost". Left out if a message that fits was on its way.
+    - A send without a receive call: "stuck" if the launch failed, and it is the last call of a rank
+      other than the one that failed, which is taken to wait in it, even if the send is complete;
+      otherwise "lost". A complete one is left out if it would be "lost", since the receive may only
+      have been due later, or if the receiver has 256 known calls, as above.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
-    ends: {"send" or "recv": {`key` of a message: (rank, its record)}}.
-    calls: {`key` of a collective call: {rank: its record}}.
+    ends: {"send" or "recv": {message: (rank, its record)}}.
+    calls: {collective call: {rank: its record}}. Messages and calls are identified by tuples, such
+        as (channel, index), which `key` makes from a record, and which all their ranks share.
     """
     failed = isinstance(run, LaunchError)
     ever = "for ever" if isinstance(run, HangError) else "in vain"

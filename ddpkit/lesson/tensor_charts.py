@@ -73,8 +73,10 @@ def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
     """Draw a matrix to scale, each part in the colour of the rank that has it.
 
     x, y, tall, wide: the matrix's upper left corner and its size, in pixels.
-    split: None if every rank has all of it; 0 or 1, the axis along which it is cut; "sum" if each
-        rank has a summand of every number; "blocks" if each rank has one block on the diagonal.
+    split: None if every rank has all of it: a grey box. 0 or 1: the axis along which it is cut.
+        "sum" if each rank has a summand of every number: a stack of boxes, each of the full size
+        and a little further right and down. "blocks" if each rank has one block on the diagonal,
+        in a dashed frame of the full size.
     """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)

@@ -33,7 +33,8 @@ class Choice:
     """A backend, the reason for it, and what its ranks need in order to use it.
 
     backend: "nccl" or "gloo".
-    gpus: the number of visible GPUs; rank r computes on GPU r % gpus. 0: all run on the CPU.
+    gpus: with NCCL the number of visible GPUs; rank r computes on GPU r % gpus. With Gloo it is 0,
+        even on a machine with GPUs: all ranks run on the CPU.
     line: the backend and the reason for it in one line, for the user.
     environ: environment variables to set in each rank, {name: value}; they win over the user's own.
         "{rank}" in a value stands for the rank.
@@ -50,13 +51,14 @@ def start_on(
 ) -> Result:
     """Start the ranks with the backend chosen for them, and with Gloo if a rank can't use its GPU.
 
-    Return what `start` returns. The backend is chosen by the number of GPUs that the driver
+    Return what `start` returns. `choose_backend` chooses, by the number of GPUs that the driver
     reports, since CUDA mustn't be initialized in this process. That number may be wrong, as for a
     card in MIG mode; only a rank finds out, and `start` raises NoGpu. With "auto", all ranks are
     then started a second time, on the CPU.
     start: a function that takes a `Choice` and starts the ranks accordingly.
     backend: "auto", "nccl" or "gloo". world_size: the number of ranks.
-    link: an emulated link (a slower network) between the ranks, which needs Gloo; or None.
+    link: an emulated link (a slower network) between the ranks, with which it is always Gloo; or
+        None.
     With "nccl": NoGpu: a rank can't use its GPU; ValueError: there is no GPU. Then use "auto".
     """
     try:

@@ -95,7 +95,7 @@ class Said:
 
     @cached_property
     def text(self) -> bytes:
-        """Return all fields pickled for a slot of the board, where long ones are shortened."""
+        """Return all fields pickled, shortened if they are too long for a slot of the board."""
         return _pickled(self)
 
 
@@ -117,9 +117,10 @@ class Record:
         stream, or "". reached: whether the GPU has finished the work that was queued before this
         call; found out only if the call is still open 0.3 s after `issued`, otherwise False.
     number: the call's index among all calls of its rank; -1 in a record read from the board.
-    values, result: with `launch(..., keep_values=True)`, the numbers that the rank handed in, and
-        those that arrived, as flat lists of at most 64; otherwise None. memory: likewise, (number
-        of its tensor's storage, from 0 on each rank; the tensor's offset; the storage's elements).
+    values, result: with `launch(..., keep_values=True)`, flat lists of the numbers that the rank
+        handed in, and of those that arrived; None without it, or if there are none or more than 64.
+        memory: likewise, (number of its tensor's storage, from 0 on each rank; the tensor's offset;
+        the storage's elements).
     """
 
     said: Said
@@ -263,7 +264,8 @@ class Board:
     def update(self, rank: int, index: int, record: Record):
         """Write the times and flags of a call again, which is all that changes in most calls.
 
-        It costs less than `put`, which also pickles the values that the call has moved.
+        It costs less than `put`, which also pickles the values that the call has moved. The slot
+        must still be this call's: the caller makes sure that it is one of the rank's last 256.
         """
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -512,10 +514,12 @@ _RANKS = _SAID.index("ranks")
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """Pickle the fields of a call, shortened if they are too long for a slot of the board.
 
-    First `ranks` are packed. Then one field after the other is shortened until all fit, beginning
-    with those that a report of a hang needs least (_SPARE): a text is cut after 80 characters,
-    another field becomes None. If that isn't enough, as in a group of 900 ranks that aren't equally
-    spaced, the pickle is cut where the slot ends, and `Board.record` returns None for the call.
+    If they fit, nothing is changed. Otherwise `ranks` becomes a range or, if they aren't equally
+    spaced, 2 bytes for each; `Board.record` undoes this. If that isn't enough, one field after the
+    other is shortened until all fit, beginning with those that a report of a hang needs least
+    (_SPARE): memory, result, values and splits become None, the texts via, fingerprint, detail,
+    file and group are cut after 80 characters. If even that isn't enough, as for 900 ranks that
+    aren't equally spaced, the pickle is cut where the slot ends, and `Board.record` returns None.
     said: the call's fields, except those in `kept`. kept: its record's (values, result, memory).
     """
     room = (_SLOT - _TEXT) * _WORD

@@ -25,11 +25,10 @@ def last_calls(
 ) -> Iterator[str]:
     """Yield the lines of a report's table of last calls, with a mark (≠) where ranks first differ.
 
-    If `guilty` is known, the table holds only the calls on its channel (a group, or the messages
-    with one tag from one member to another). Below the table stand each rank's last two calls on
-    other channels, which may rightly differ. But calls of all groups are shown, as by
-    `_calls_of_all_groups`, if fewer than two of `ranks` take part in `guilty`, or if it is a
-    receive from any sender and has got no message.
+    The table holds the calls on the channel of `guilty` (a group, or the messages with one tag from
+    one member to another). Below it stand each rank's last two calls on other channels, which may
+    rightly differ. It holds the calls of all groups instead if `guilty` is None, if fewer than two
+    of `ranks` take part in it, or if it is a receive from any sender that has got no message.
 
     ranks: the ranks to show. guilty: the record of the call to blame for the hang, or None.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
@@ -112,8 +111,9 @@ def _comparable(look: Look, ranks: Sequence[int]) -> bool:
 
     The calls that the board has of them, except new_group, must all be collectives of groups to
     which all of `ranks` belong. And if it has forgotten any call of them, those that it has must be
-    on the same set of channels on every rank. Otherwise their numbers may not match, since a
-    forgotten call counts in them only if the board has a later one on its channel.
+    on the same set of channels on every rank. A rank's n-th call is the one at place n among all
+    that it has made, but a forgotten call counts only if the board has a later one on its channel.
+    So without this condition, the n-th calls of two ranks may not belong together.
     """
     channels = set()
     forgotten = 0
@@ -210,9 +210,9 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
-    Calls that the board has forgotten count in the numbers: after 40 of them, the first text has
-    number 41. A new_group that is complete is left out, and has no number. So forgotten calls are
-    counted by channel, by the number that the oldest call still on the board has there. If none is
+    A rank's calls are numbered in the order in which it made them, without complete new_groups.
+    Calls that the board has forgotten count as well: after 40 of them, the first text has number
+    41. The oldest call that is left of a channel shows how many came before it there. If none is
     left of a channel, its calls aren't counted: the numbers are too low, and may not match those of
     other ranks.
     """

@@ -109,8 +109,13 @@ def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
     """Return (hops, share), from which `Link.seconds` computes how long a call takes.
 
     hops: the number of messages of which each waits for the one before it.
-    share: the bytes of these messages together, divided by the `nbytes` of `Link.seconds`.
-    For example (6, 1.5) for an all_reduce of 4 ranks: in a ring, 6 quarters one after the other.
+    share: the bytes of these messages together, divided by the `nbytes` of `Link.seconds`: those of
+        the tensor or, for an all_gather or reduce_scatter, of all ranks' parts together.
+    For example, with 4 ranks, (6, 1.5) for an all_reduce: in a ring, 6 quarters one after the
+    other. For an all_gather it is (3, 0.75): 3 quarters of the gathered tensor.
+    op: "send", "recv", "broadcast", "reduce", "all_reduce", "scatter", "reduce_scatter", "gather",
+        "all_gather", "all_to_all", or one without bytes: "barrier" or "new_group".
+    ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
     """
     if op in ("send", "recv"):
         return 1, 1.0

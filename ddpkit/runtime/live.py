@@ -50,7 +50,10 @@ class LiveWorld:
     def _start(self, choice: Choice):
         """Start the ranks on the backend and devices of `choice`, and return when all have joined.
 
-        `backends.start_on` calls this, and once more, with Gloo, if a rank can't use its GPU.
+        Then `ranks` are their processes, and `board` is the shared file in which they write their
+        calls. On any error they have been killed before it is raised.
+        NoGpu: a rank can't use its GPU. `backends.start_on`, which calls this, then calls it again,
+        with Gloo on the CPU. RankError: a rank failed. HangError: the ranks don't connect.
         """
         with contextlib.ExitStack() as stack:
             self.ranks, self.board = stack.enter_context(

@@ -228,10 +228,11 @@ class Look:
 
         On the CPU it is `call`. A GPU carries out a group's calls in the order in which they were
         made, so an open call holds up those behind it. Returned is the first open one that some
-        rank hasn't made yet, or `call` if there is none before it. At a standstill it is the first
-        open call even if no rank is missing, since no call can be trusted to end. If that begins a
-        batch (of batch_isend_irecv), it is the batch's first message for which the rank waits for
-        others (`_awaited`), if there is one.
+        rank hasn't made yet, or `call` if there is none before it.
+        At a standstill (see `Look`) no call can be trusted to end, so the first open call is
+        returned even if no rank is missing. But if it is the first message of a batch (of
+        batch_isend_irecv), whose messages go together, the first of them for which `rank` waits for
+        another rank is returned; if it waits for none in any of them, the batch's first.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -242,15 +243,20 @@ class Look:
     def _line(self, call: Record, rank: int) -> list[Record]:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
-        `call` may be another rank's record. Collectives and messages share that queue. On the CPU
-        the list is empty. But calls that `python -m ddpkit.explain` reads from a flight recorder's
-        file have no start times, so there all open ones count as on a GPU.
+        `call` may be another rank's record. Collectives and messages share that queue. An open call
+        counts as on a GPU if its record has no start time, since on the CPU it has one from the
+        beginning: there the list is empty. Calls that are read from a flight recorder's file never
+        have one, so all open ones count as on a GPU.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Return whether `call` is queued on the GPU of `rank` behind an open call of its group."""
+        """Return whether `rank` has made `call`, but its GPU has an open call of the group before.
+
+        Messages of one batch (of batch_isend_irecv) aren't before each other.
+        call: another rank's record of the call. False if `rank` hasn't made it.
+        """
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
@@ -293,13 +299,13 @@ class Look:
         """Return the ranks, sorted, that can never go on: they wait for gone ones or each other.
 
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
-            "polling"; by default, ranks that poll are free.
+            "polling", in which the program asks again and again whether a call is complete.
         A rank is gone if it has returned, ended its cell or destroyed the call's group.
         A rank is free if it may still make calls: it starts, computes or (by default) polls, only
-        its GPU's stream waits, or one of its threads is in no call. A waiting rank is free as well
-        if one of its threads has a wait that can end. A wait can end if it is for no rank, or for
-        free ranks only, none of which has destroyed the call's group. For a receive from any rank
-        one such rank is enough.
+        its GPU's stream waits (unless at a standstill), or one of its threads is in no call. A
+        waiting rank is free as well if one of its threads has a wait that can end. A wait can end
+        if it is for no rank, or for free ranks only, none of which has destroyed the call's group.
+        For a receive from any rank one such rank is enough.
         Returned are the waiting ranks that aren't free, and free ranks that are stuck in part: one
         thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or not free.
         The rest of such a rank may go on, so ranks that wait only for it aren't returned.
@@ -355,11 +361,11 @@ class Look:
                     yield Situation(s.rank, "waiting", call, missing, call.place, **destroyed)
 
     def abandoned(self) -> list[Situation]:
-        """Return each rank's first possible wait in C++ for a member that never comes, by rank.
+        """Return a `Situation` for each rank that may wait in C++ for a member that never comes.
 
+        They are sorted by their `rank`; if it may be waiting in several calls, `call` is the first.
         Such waits, as of DistributedDataParallel for a collective, don't show on the board. A
-        member never comes if it has ended, or destroyed the group. Each wait is a `Situation`.
-        Ranks without one are left out: [] if none has one.
+        member never comes if it has ended, or destroyed the group. [] if no rank may wait for one.
         """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]

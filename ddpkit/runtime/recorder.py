@@ -293,9 +293,10 @@ class Recorder:
     def count_callers(self, look: bool = False):
         """Write onto the board how many threads of this rank have made calls and are still alive.
 
-        If one thread of a rank waits, and the rank has others that make calls, one of these may
-        still go on: then the launcher doesn't take the rank for stuck. Called when a thread begins
-        to make calls and when it ends; with `look`, again and again under `ddpkit.debug`.
+        If fewer of them wait, another may still go on: then the rank isn't taken for stuck. Called
+        when a thread begins to make calls and when it ends. Under torchrun a watching thread of the
+        rank also calls it again and again, with `look`; where ddpkit started the ranks, the process
+        that did reads their stacks itself before it reports a hang.
         look: read the threads' stacks, and leave out those that idle in a pool, but never the main
             thread.
         """
@@ -320,7 +321,7 @@ class Recorder:
 
         arrived: the tensors that hold its result, for keep_values.
         buffer: the first of these, whose whole storage is kept for animations. None if another call
-            may be writing into that storage: the record keeps what was in it before the call.
+            may be writing into that storage: the record keeps the copy that `issue` made.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
@@ -338,10 +339,12 @@ class Recorder:
         """Keep in the record the elements that a call brought; without keep_values, do nothing.
 
         On a GPU this blocks until the current stream has computed them.
-        arrived: the tensors that hold the call's result.
-        buffer: the tensor with the result, whose whole storage is copied into the record, so that
-            an animation can show the memory around it; None: the record keeps the copy that `issue`
-            made before the call, if any.
+        arrived: the tensors that hold the call's result, for `record.result`. [] for a send: then
+            nothing is kept.
+        buffer: the first of them, whose whole storage is copied into `record.memory`, so that an
+            animation can show the memory around it: all of x after a receive into x[2:4]. The
+            method `wait` passes it, on the CPU. Others pass None, since another call may be writing
+            into that storage: then the record keeps the copy that `issue` made before the call.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)
@@ -473,7 +476,7 @@ def _idles(frame: types.FrameType | None) -> bool:
 def recorder() -> Recorder | None:
     """Return the recorder of this rank, or None if it isn't in a world that ddpkit set up.
 
-    A world is ddpkit's if `launch`, a %%ranks cell or `ddpkit.debug` has put the wire into it.
+    `launch`, a %%ranks cell or `torchrun ... -m ddpkit.debug SCRIPT` puts the wire into a world.
     """
     return getattr(dist.group.WORLD, "recorder", None)
 

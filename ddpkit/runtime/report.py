@@ -299,6 +299,8 @@ def _what_came_next(records: list[Record]) -> Record | None:
 def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
     """Return advice that names the rank in a cycle that seems to have skipped a call, or None.
 
+    For example, a rank whose calls were in groups A, B, A, C seems to have skipped one in B if
+    another rank waits for it there. Return None without such a sign.
     circle: the `Situation` of each rank in the cycle.
     """
     found = _skipped(circle, look)
@@ -410,10 +412,11 @@ def report(
 ) -> str:
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
+    Below the table stands a warning for each rank that may be in an endless loop, if there is one.
     look: the state of all ranks.
     stuck: whether the table marks as a difference (≠) a call that only some ranks have made. True:
         the others will never make it. False: they may only be late.
-    ranks: the ranks to show; None for all. Warnings of endless loops are about all in any case.
+    ranks: the ranks to show, None for all; the warnings are about all in any case.
     """
     ranks = look.ranks if ranks is None else ranks
     ranks_by_place: dict[str, list[int]] = {}
@@ -449,10 +452,12 @@ def _where(s: Situation, look: Look) -> str:
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
     """Return one rank's record of the call to blame for the hang of `ranks`; None if unknown.
 
-    It is the call in which ranks differ, if there is one. Otherwise it is the earliest one in which
-    a rank waits for a rank that doesn't wait itself. If all wait in a cycle, it is one that a rank
-    seems to have left out, since it made one like it earlier, after the same calls. Then the record
-    is that of another rank, which waits there. It decides which calls the report's table shows.
+    The call decides which ones the report's table shows. It is the one in which ranks differ, if
+    there is one. Otherwise it is the earliest in which a rank waits for a rank that doesn't wait
+    itself. If all wait for each other, it is a call that one of them seems to have left out. For
+    example, rank 1 has made calls in groups A, B, A, C, and rank 0 waits for it in B. Since rank
+    1's first call in A was followed by one in B, it seems to have left out the second in B; the
+    record returned is that of rank 0.
     """
     different = look.mismatch()
     if different:

@@ -206,12 +206,14 @@ class Streams:
         arriving: Sequence[Tensor],
         asynchronous: bool = True,
     ) -> StreamWork | None:
-        """Record an NCCL call, make it by `call()` between two events, and return its handle.
+        """Record an NCCL call, make it by `call()` between two events, and return a `StreamWork`.
 
         record: the record of the collective call, send or receive, which isn't in the recorder's
             list yet.
-        call: makes the call; returns NCCL's handle, or None for a message of a batch
-            (`dist.batch_isend_irecv`), behind which `batch` puts the second event later.
+        call: makes the call, and returns NCCL's handle. For a message of a batch (of
+            `dist.batch_isend_irecv`) it returns None, since the batch isn't sent yet. Then the
+            method `batch` puts NCCL's handle into the `StreamWork` later, and makes the second
+            event.
         sent, arriving: the tensors that it reads, and those that it fills; at least one in all.
         asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
             that there is no handle, and None is returned.

@@ -38,7 +38,8 @@ class Watch:
     ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which a wait for replies ends with HangError; None: never.
-    hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
+    hang_after: seconds without any progress that count as a hang if each rank that hasn't replied
+        is inside a call.
     live: print the ranks' output as it comes, instead of in rank order at the end.
     fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
         only what they print from now on.
