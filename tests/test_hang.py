@@ -183,6 +183,21 @@ def test_what_a_failed_run_forgot_is_not_said_to_be_missing():
     assert [event.kind for event in replay(failed)][-2:] == ["stuck", "stuck"]
 
 
+def test_what_a_rank_received_no_more_is_not_said_to_be_never_sent():
+    receive = call(op="recv", peer=1, channel="0 1>0:0")
+    late = [call(seq, ranks=(1,), channel="own", done=1.0) for seq in range(SLOTS)]
+    failed = RankError("no", rank=1, output=["", ""], wire=[[receive], late])
+    assert [event.kind for event in replay(failed) if event.kind != "meet"] == ["failed"]
+    failed.wire[1].pop()
+    assert [event.kind for event in replay(failed)][-1] == "stuck"
+    from_any = call(op="recv", peer=None, channel="0 ?")
+    sent = call(op="send", peer=0, channel="0 1>0:0", done=1.0)
+    failed = RankError("no", rank=1, output=["", ""], wire=[[from_any], [sent]])
+    assert [event.kind for event in replay(failed)] == ["send", "failed"]
+    failed.wire[1].pop()
+    assert [event.kind for event in replay(failed)] == ["failed", "stuck"]
+
+
 def test_trap_17_ddp_with_one_rank_doing_fewer_steps():
     """It waits in C++, where no mark is left."""
 

@@ -45,6 +45,7 @@ def test_what_is_measured_may_be_near(predict):
     tokens = predict("Tokens?")
     tokens.enter("1.5e6")
     assert tokens.answer(12345.0).endswith("12,345. ≠ you: 1,500,000")
+    assert tokens.answer(9999.7).endswith("10,000. ≠ you: 1,500,000")
     assert tokens.answer(1e20).endswith("1e+20. ≠ you: 1,500,000")
 
 

@@ -120,7 +120,7 @@ def in_digits(number: float, digits: int) -> str:
     Trailing zeros are left out: 2.50 is "2.5". If there are more digits before the point, all of
     these are kept: 12345.6 to 4 is "12,346". Very small or large numbers are like "1e-05".
     """
-    long = 10**digits <= abs(number) < 1e15
+    long = abs(number) < 1e15 and round(abs(number)) >= 10**digits
     return f"{number:,.0f}" if long else f"{number:,.{digits}g}"
 
 

@@ -284,7 +284,8 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
       Left out if it ended on some rank, and a member without the call has 256 known calls: it may
       have made this one before them.
     - A receive that never ended: "differ" if its message doesn't fit; "stuck" if the launch failed
-      and no send is known; otherwise "lost". Left out if a message that fits was on its way.
+      and no send is known; otherwise "lost". Left out if a message that fits was on its way, or may
+      have been (`_may_have_been_sent`).
     - A send without a receive call: "stuck" if the launch failed, and it is the last call of a rank
       other than the one that failed, which is taken to wait in it, even if the send is complete;
       otherwise "lost". A complete one is left out if it would be "lost", since the receive may only
@@ -316,6 +317,8 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
         for record in records:
             if record.op == "recv" and record.done is None:
                 _, sent = ends["send"].get(key(record), (None, None))
+                if sent is None and _may_have_been_sent(run, ends, rank, record, cut):
+                    continue
                 found.append(_not_received(rank, record, sent, ever, failed))
             elif record.op == "send" and key(record) not in ends["recv"]:
                 if record.done is not None and record.peer in cut:
@@ -325,6 +328,21 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
                 if stuck or not failed or record.done is None:
                     found.append(_not_taken(rank, record, ever, stuck))
     return [event for event in found if event]
+
+
+def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
+    """Return whether the message may have been sent for which no send is known.
+
+    The sender may have made that call before the known ones. Or the receive is from any rank: its
+    sender isn't known before its end, so any send to `rank` without a receive may be its own. After
+    a hang it is none of these, as the report has found out.
+    run, ends: as in `_failures`. rank, record: the receiver, and its record of the call.
+    cut: the ranks of which only the last calls are known.
+    """
+    if record.peer is not None or isinstance(run, HangError):
+        return record.peer in cut
+    sends = (r for records in run.wire for r in records if r.op == "send" and r.peer == rank)
+    return isinstance(run, LaunchError) and any(key(send) not in ends["recv"] for send in sends)
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
