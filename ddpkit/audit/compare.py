@@ -145,18 +145,19 @@ def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
     named = copy.copy(tape)
     named.begin = with_names(tape.begin, rename)
     named.outputs = with_names(tape.outputs, modules)
-    named.steps = [
-        replace(
-            step,
-            gradients=with_names(step.gradients, rename),
-            parameters=with_names(step.parameters, rename),
-            last=with_names(step.last, rename),
-            parts=[with_names(part, rename) for part in step.parts],
-            written=[rename.get(name, name) for name in step.written],
-        )
-        for step in tape.steps
-    ]
+    named.steps = [step_with_serial_names(step, rename) for step in tape.steps]
     return named
+
+
+def step_with_serial_names(step: Step, rename: dict[str, str]) -> Step:
+    return replace(
+        step,
+        gradients=with_names(step.gradients, rename),
+        parameters=with_names(step.parameters, rename),
+        last=with_names(step.last, rename),
+        parts=[with_names(part, rename) for part in step.parts],
+        written=[*with_names(dict.fromkeys(step.written), rename)],
+    )
 
 
 def with_names(by_name: Mapping, rename: dict[str, str]) -> dict:

@@ -1,4 +1,6 @@
-"""Make the calculators of notebooks 04 and 07: a step's time by bucket cap, and ZeRO's stages.
+"""Make the calculators of notebooks 04 and 07: a step's time, and a rank's memory under ZeRO.
+
+The time depends on the size of DDP's buckets, the memory on the stage, that is on what ZeRO shards.
 
 A calculator is a notebook widget: a function with a slider for each argument, which shows the
 caption and the picture that the function returns for the sliders' values.

@@ -136,6 +136,7 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 
     model: a module in ddpkit's own FSDP, with its default `transport`, which sends by torch's
         all-gather and reduce-scatter.
+    A submodule outside of `blocks` is a unit as well, under its own name, such as "head".
     KeyError: a call matches none of these units. It is for parameters of the model that are in no
         submodule, it reduces gradients in a dtype of another size than that of the weights, or
         another transport makes it, such as an all-reduce.

@@ -26,7 +26,8 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 class Event:
     """One step of a replayed run, such as a message that leaves, or a collective call of all ranks.
 
-    kind: "send" or "receive" of one message; "hop", all messages that travel at the same time;
+    kind: "send" or "receive" of one message; "hop", which `film.hop_by_hop` makes of the messages
+        that can travel at the same time, since none of them waits for another;
         "meet", a collective call of all its ranks; "differ", ranks made calls that don't match;
         "stuck", a rank waits for a message, for a receiver, or for other ranks in a collective,
         which never come; "lost", a message that is never received, or a receive that is never
@@ -334,10 +335,11 @@ def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int
     """Return whether the message may have been sent for which no send is known.
 
     The sender may have made that call before the known ones. Or the receive is from any rank: its
-    sender isn't known before its end, so any send to `rank` without a receive may be its own. After
-    a hang it is none of these, as the report has found out.
-    run, ends: as in `_failures`. rank, record: the receiver, and its record of the call.
-    cut: the ranks of which only the last calls are known.
+    sender isn't known before its end, so any send to `rank` without a receive may be its own. But
+    if the launch raised HangError, no message for it was on its way.
+    run, ends: as in `_failures`; ends["recv"] has the messages that were received as its keys.
+    rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
+    calls are known.
     """
     if record.peer is not None or isinstance(run, HangError):
         return record.peer in cut

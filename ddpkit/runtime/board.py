@@ -406,7 +406,7 @@ class Board:
             return None
 
     def state(self, rank: int) -> int:
-        """Return the state of `rank`, see `set_state`; STARTING if none was written yet."""
+        """Return the state of `rank`, as `set_state` wrote it: RUNNING, say; STARTING at first."""
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:

@@ -28,14 +28,16 @@ class CheckedGroup(WireGroup):
 
     If one was changed, the handle raises an error, see `CheckedWork`. Otherwise it does what a
     `WireGroup` does: record each call, and pass it to the real group. It doesn't check collectives
-    that block, or tensors on a GPU. An input that shares the output's storage is checked only in an
-    all_reduce, reduce, broadcast or all_gather.
+    that block, or tensors on a GPU. An input that shares the output's storage is checked only where
+    the call itself doesn't change it, as in an all_gather or at a broadcast's root, and in an
+    all_reduce or reduce: there Gloo works on a copy, which the handle copies back in the end.
     """
 
     def _collective(self, op, method, args, sent, arriving):
         """Make a collective; return its handle, a `CheckedWork` if the tensors can be checked.
 
-        A call that blocks isn't checked; without an emulated link, it returns None.
+        A call that blocks (`asyncOp` is False in its options) isn't checked, and returns what
+        `WireGroup` does: None or, with an emulated link, a handle on which the caller waits.
         op: the name that the record has, such as "all_reduce". method, args: the real group's
         method, by name, and its arguments. sent: the tensors that the call reads. arriving: those
         that it fills, the same list if in place.

@@ -1,7 +1,8 @@
-"""Find out how a rank's process ended: its exit code, and the line that called `os._exit`.
+"""Find out how a rank's process ended: its exit code, the line that called `os._exit`, SIGTERM.
 
-`os._exit` leaves no traceback, so that line is written to a file before the process ends. And when
-SIGTERM arrives, for example from a scheduler, a thread can still report where the process was.
+`os._exit` leaves no traceback, so that line is written to a file before the process ends. SIGTERM,
+for example from a scheduler, wakes a thread, which reports where the process was and then ends it:
+the main thread may be in a call of C++ that never returns.
 """
 
 import contextlib

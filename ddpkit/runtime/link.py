@@ -110,7 +110,8 @@ def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
 
     hops: the number of messages of which each waits for the one before it.
     share: the bytes of these messages together, divided by the `nbytes` of `Link.seconds`: those of
-        the tensor or, for an all_gather or reduce_scatter, of all ranks' parts together.
+        the tensor; where ranks have parts of one (scatter, gather, all_gather, reduce_scatter), of
+        all parts together; for an all_to_all, of what one rank hands in.
     For example, with 4 ranks, (6, 1.5) for an all_reduce: in a ring, 6 quarters one after the
     other. For an all_gather it is (3, 0.75): 3 quarters of the gathered tensor.
     op: "send", "recv", "broadcast", "reduce", "all_reduce", "scatter", "reduce_scatter", "gather",

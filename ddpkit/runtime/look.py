@@ -42,9 +42,9 @@ class Situation:
       computing: it is in no call, as far as the board shows.
       polling: less than 1 s ago it asked, by `is_completed()`, whether `call` is complete.
       waiting: one of its threads waits for `call` to end, or ddpkit holds it in `call`, since
-        another rank made a different call there. In a `Look` with standstill=True, perhaps only its
-        GPU waits, while its program goes on.
-      its stream waiting: the GPU waits for `call`, while the program may go on.
+        another rank made a different call there.
+      its stream waiting: the GPU waits for `call`, while the program may go on. In a `Look` with
+        standstill=True, for use when no rank has written for long, it is "waiting" instead.
       returned: its function or script has ended.
       idle: its cell of `%%ranks` has ended.
     """

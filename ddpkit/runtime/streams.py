@@ -61,9 +61,9 @@ class Cuda:
         Only the extra stream waits for `work`, so the program isn't delayed. Each value of
         `record.stream` has an extra stream of its own, from torch's pool of high-priority streams;
         one from the usual pool might be in use by the program as well. The extra stream waits for
-        the future of `work`, because `work.wait()` would free tensors that NCCL may still read. But
-        the future of a send, recv, gather or scatter (`WITHOUT_FUTURE`) lacks some of its tensors,
-        and may not wait for them: there the stream waits by `work.block_current_stream()`.
+        the future of `work`, because `work.wait()` would free tensors that NCCL may still read. A
+        send, recv, gather or scatter (`WITHOUT_FUTURE`) has no future that surely waits for all of
+        its tensors: there the stream waits by `work.block_current_stream()`.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
