@@ -4,17 +4,22 @@ It has imported what each kernel and its own server would, five seconds of CPU t
 `make test-all` starts kernels as Jupyter does.
 """
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client.connect import LocalPortCache
 from jupyter_client.provisioning import local_provisioner
 
 from ddpkit.bench import interleave
@@ -46,6 +51,10 @@ class ForkedKernel:
         self._process.join()
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
 
 def run_kernel(connection_file: str, cwd: str, env: dict[str, str]) -> None:
     os.setsid()
@@ -72,6 +81,28 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def own_ports() -> Iterator[int]:
+    """Ports that neither the system gives to others nor another worker of the tests to its kernels.
+
+    Jupyter takes free ports of the system's, from 32768 on, and lets go of them before the kernel
+    binds them: meanwhile a rank may get one.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = 10_000 + 800 * (worker % 12)
+    return (first + number % 800 for number in itertools.count(os.getpid()))
+
+
+def is_free(ip: str, port: int) -> bool:
+    with socket.socket() as tried, contextlib.suppress(OSError):
+        tried.bind((ip, port))
+        return True
+    return False
+
+
 def use() -> None:
-    """From now on, kernels that this process starts are forked."""
+    """From now on, kernels that this process starts are forked, with ports of their own."""
     local_provisioner.launch_kernel = ForkedKernel
+    ports = own_ports()
+    LocalPortCache.find_available_port = lambda _, ip: next(
+        port for port in ports if is_free(ip, port)
+    )

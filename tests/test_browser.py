@@ -393,9 +393,21 @@ def test_the_stop_button_ends_a_hung_cell_and_a_restart_leaves_no_rank(notebook)
     wait_until(lambda: notebook.text(answer).strip() == "42", every_s=0.1)
 
 
+def widgets_in(path: Path) -> set[str]:
+    """The ids of the widgets whose state a notebook has."""
+    state = json.loads(path.read_text())["metadata"]["widgets"].values()
+    return {widget for of_version in state for widget in of_version["state"]}
+
+
 def test_a_saved_notebook_shows_its_widgets_again(notebook, lab):
     """Its kernel was restarted; under another name it has one that knows nothing of them."""
-    notebook.save()
+    before = widgets_in(lab[2] / "test.ipynb")  # as saved before the restart
+
+    def are_saved() -> bool:  # JupyterLab reads them back after a restart, one after the other
+        notebook.save()
+        return widgets_in(lab[2] / "test.ipynb") >= before
+
+    wait_until(are_saved, every_s=0.2)
     shutil.copy(lab[2] / "test.ipynb", lab[2] / "again.ipynb")
     notebook.change_to("again.ipynb")
     notebook.page.locator(".widget-play").first.wait_for()

@@ -2,6 +2,8 @@
 
 import _thread
 import ast
+import collections
+import random
 import re
 import site
 import sys
@@ -22,7 +24,7 @@ from ddpkit import HangError, RankError, launch
 from ddpkit.lesson.replay import replay
 from ddpkit.runtime import columns, watch
 from ddpkit.runtime import report as words
-from ddpkit.runtime.board import IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
+from ddpkit.runtime.board import DISAGREES, IDLE, RETURNED, RUNNING, SLOTS, Board, unfitting
 from ddpkit.runtime.look import POLLS_S, Look
 from ddpkit.runtime.place import describe_place, short_path
 
@@ -845,3 +847,68 @@ def test_too_few_splits_are_pytorchs_error():
 
     with pytest.raises(RankError, match="splits"):
         launch(of_another_size, world_size=3)
+
+
+# Whatever a board holds, there is a report.
+
+
+def fill(board, rng: random.Random, on_gpu: bool) -> None:
+    """Write calls, waits and states onto a board of 3 ranks, as ill-matched as they come."""
+    groups = {"0": (0, 1, 2), "1": (0, 1), "2": (0, 2)}
+    for rank in range(3):
+        made = collections.Counter()
+        for index in range(rng.randint(1, 6)):
+            group = rng.choice([name for name, ranks in groups.items() if rank in ranks])
+            ranks = groups[group]
+            op = rng.choice(["all_reduce", "barrier", "new_group", "send", "recv", "recv any"])
+            done = rng.random() < 0.6
+            said = {"op": op, "channel": group, "ranks": ranks, "fingerprint": rng.choice("ffg")}
+            if op in ("send", "recv"):
+                peer = rng.choice([other for other in ranks if other != rank])
+                ends = (rank, peer) if op == "send" else (peer, rank)
+                said |= {"channel": f"{group} {ends[0]}>{ends[1]}:{rng.choice([0, 7])}"}
+                said |= {"ranks": ends, "peer": peer, "dropped": rng.random() < 0.2}
+            elif op == "recv any":
+                said |= {"op": "recv", "channel": f"{group} ?"}
+            seq = made[said["channel"]]
+            made[said["channel"]] += 1
+            at = 1000.0 + index + rng.random()
+            said |= {"issued": at, "done": at if done else None, "by_future": rng.random() < 0.2}
+            said |= {
+                "started": at if done or not on_gpu else None,
+                "waited": rng.choice([None, at]),
+            }
+            said |= {"batched": on_gpu and rng.random() < 0.2, "limit_s": rng.choice([None, 30.0])}
+            board.put(rank, index, call(seq, **said))
+        for caller in range(rng.randint(0, 3)):
+            board.set_waiting(rank, rng.randint(0, index), caller)
+        board.set_threads(rank, rng.randint(1, 3))
+        board.set_state(rank, rng.choice([RUNNING, RUNNING, RUNNING, RETURNED, IDLE, DISAGREES]))
+        if rng.random() < 0.2:
+            board.set_polled(rank, rng.randint(0, index), time.perf_counter())
+        if rng.random() < 0.2:
+            board.set_destroyed(rank, {rng.choice("012"): ("train.py", 7, "main", "")})
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_whatever_a_board_holds_there_is_a_report(tmp_path, on_gpu):
+    rng = random.Random(0)
+    found = collections.Counter()
+    for number in range(100):
+        board = Board(tmp_path / f"{number}", 3, create=True)
+        fill(board, rng, on_gpu)
+        look = Look(board, standstill=number % 2 == 1)
+        look.show_abandoned(lambda rank: True)
+        stuck, different = look.deadlocked(), look.mismatch()
+        told = [words.explain_standstill(look, 31.0), words.explain_timeout(look, 31.0)]
+        told += [words.explain_deadlock(look, stuck)] if stuck else []
+        told += [words.explain_mismatch(different)] if different else []
+        for headline, advice in told:
+            text = words.report(headline, advice, look, bool(stuck))
+            assert (text[: len(headline)], text[-len(advice) :]) == (headline, advice)
+            assert all(re.search(rf"\b{rank}\b|ranks 0 to 2", text) for rank in range(3))
+        found.update(
+            stuck=bool(stuck), different=bool(different), threads=any(s.more for s in look.now)
+        )
+        board.close()
+    assert min(found.values()) > 10, found
