@@ -27,7 +27,7 @@ from ddpkit.audit import (
     unchanged,
 )
 from ddpkit.audit.causes import steps_apart, written_between
-from ddpkit.audit.compare import with_serial_names
+from ddpkit.audit.compare import renamed_modules
 from ddpkit.audit.finite import function_too_large, product_too_large
 from ddpkit.audit.ratios import apart
 from ddpkit.audit.tape import Step, plain_name
@@ -358,10 +358,23 @@ def test_under_other_names_a_report_says_the_same():
         told = str(compare(serial, [run("layers", **of) for of in wrong], rename))
         assert told == str(compare(serial, [run("blocks", **of) for of in wrong]))
         assert said in told
-    nested = {"layers.0.weight": "first.weight", "weight": "b.weight"}
-    tape = Tape(1)
-    tape.outputs = dict.fromkeys(("layers.0", "", "c"))
-    assert list(with_serial_names(tape, nested).outputs) == ["first", "b", "c"]
+
+
+def test_a_module_is_renamed_if_all_its_parameters_are_alike():
+    def renamed(rename, *modules):
+        tape = Tape(1)
+        tape.begin = dict.fromkeys(f"{m}.weight" for m in modules if "." in m or m not in parents)
+        tape.outputs = dict.fromkeys(modules)
+        return renamed_modules(tape, rename)
+
+    parents = {"", "a"}
+    alike = {"a.0.weight": "b.0.weight", "a.1.weight": "b.1.weight"}
+    assert renamed(alike, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "b.1", "a": "b"}
+    apart = {"a.0.weight": "b.0.weight", "a.1.weight": "c.weight"}
+    assert renamed(apart, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "c"}
+    assert renamed({"head.weight": "tokens.weight"}, "tokens", "head", "") == {}  # tied there
+    swapped = {"c.weight": "d.weight", "d.weight": "c.weight"}
+    assert renamed(swapped, "c", "d") == {"c": "d", "d": "c"}
 
 
 def with_gradient(gradient: torch.Tensor, **more) -> Tape:

@@ -190,6 +190,12 @@ def test_what_a_rank_received_no_more_is_not_said_to_be_never_sent():
     late = [call(seq, ranks=(1,), channel="own", done=1.0) for seq in range(SLOTS)]
     failed = RankError("no", rank=1, output=["", ""], wire=[[receive], late])
     assert [event.kind for event in replay(failed) if event.kind != "meet"] == ["failed"]
+    hung = HangError("no", output=["", ""], wire=failed.wire)
+    assert [event.kind for event in replay(hung)][-1] == "stuck"  # the report knows
+    failed.wire[1][0] = call(op="send", peer=0, channel="0 1>0:0", done=1.0)
+    receive.seq = 1  # the first is known, the second would be later
+    assert [event.kind for event in replay(failed)][-1] == "stuck"
+    receive.seq, failed.wire[1][0] = 0, late[1]
     failed.wire[1].pop()
     assert [event.kind for event in replay(failed)][-1] == "stuck"
     from_any = call(op="recv", peer=None, channel="0 ?")

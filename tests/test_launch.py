@@ -77,7 +77,12 @@ def closure():
     return lambda: lock
 
 
-LOCK = OTHER = threading.Lock()
+def writes():
+    global WRITTEN
+    WRITTEN = 1
+
+
+LOCK = OTHER = WRITTEN = threading.Lock()
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,7 @@ LOCK = OTHER = threading.Lock()
         ([lambda: LOCK], {}, "the variable 'LOCK' that the function uses (TypeError: cannot"),
         ([closure()], {}, "the variable 'lock' that the function uses (TypeError: cannot"),
         ([lambda: dist.LOCK or OTHER], {}, "the variable 'OTHER' that the function uses"),
+        ([writes], {}, "the variable 'WRITTEN' that the function uses"),
     ],
 )
 def test_bad_arguments_start_no_process(no_process, args, options, says):

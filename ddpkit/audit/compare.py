@@ -134,19 +134,34 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
 def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
     """Return a copy of a rank's tape in which parameters and modules have their serial names.
 
-    rename: {parameter's name in the parallel model: in the serial one}. A module is renamed if its
-    parameter is, and keeps its last name: {"a.weight": "b.weight"} renames the module "a" to "b".
+    rename: {parameter's name in the parallel model: in the serial one}.
     """
-    modules = {}
-    for name, serial in rename.items():
-        while name and name.rpartition(".")[2] == serial.rpartition(".")[2]:
-            name, serial = name.rpartition(".")[0], serial.rpartition(".")[0]
-            modules[name] = serial
     named = copy.copy(tape)
     named.begin = with_names(tape.begin, rename)
-    named.outputs = with_names(tape.outputs, modules)
+    named.outputs = with_names(tape.outputs, renamed_modules(tape, rename))
     named.steps = [step_with_serial_names(step, rename) for step in tape.steps]
     return named
+
+
+def renamed_modules(tape: Tape, rename: dict[str, str]) -> dict[str, str]:
+    """Return {module: its serial name} of the modules whose parameters have all moved alike.
+
+    For example, {"a.0.weight": "b.0.weight"} renames "a" and "a.0", if these have no parameter but
+    this one. A module keeps its name if another has the new one.
+    """
+    found = {}
+    for module in tape.outputs:
+        start = f"{module}." if module else ""
+        starts = set()
+        for name in tape.begin:
+            if name.startswith(start):
+                serial, rest = rename.get(name, name), name[len(start) :]
+                alike = serial == rest or serial.endswith(f".{rest}")
+                starts.add(serial.removesuffix(rest) if alike else None)
+        if len(starts) == 1 and None not in starts:
+            found[module] = starts.pop().removesuffix(".")
+    kept = {module for module in tape.outputs if found.get(module, module) == module}
+    return {module: serial for module, serial in found.items() if serial not in kept}
 
 
 def step_with_serial_names(step: Step, rename: dict[str, str]) -> Step:

@@ -61,6 +61,8 @@ def _run_whole(answer):
         answer(x)
     messages = []  # in steps: those of a batch go together
     for number, record in enumerate(recorder().records):
+        if record.op not in ("send", "recv"):  # new_group
+            continue
         if number not in starts or not messages:
             messages.append([])
         messages[-1].append((record.op, record.peer))

@@ -334,17 +334,23 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
     """Return whether the message may have been sent for which no send is known.
 
-    The sender may have made that call before the known ones. Or the receive is from any rank: its
-    sender isn't known before its end, so any send to `rank` without a receive may be its own. But
-    if the launch raised HangError, no message for it was on its way.
+    The sender may have made that call before the known ones, unless one of these is an earlier call
+    on the same channel. Or the receive is from any rank: its sender isn't known before its end, so
+    any send to `rank` without a receive may be its own. But if the launch raised HangError, no
+    message for it was on its way.
     run, ends: as in `_failures`; ends["recv"] has the messages that were received as its keys.
     rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
     calls are known.
     """
-    if record.peer is not None or isinstance(run, HangError):
-        return record.peer in cut
+    if not isinstance(run, LaunchError) or isinstance(run, HangError):
+        return False
+    if record.peer is not None:
+        known = (r.seq for r in run.wire[record.peer] if r.channel == record.channel)
+        return record.peer in cut and all(seq > record.seq for seq in known)
+    if not cut.isdisjoint(other for other in record.ranks if other != rank):
+        return True
     sends = (r for records in run.wire for r in records if r.op == "send" and r.peer == rank)
-    return isinstance(run, LaunchError) and any(key(send) not in ends["recv"] for send in sends)
+    return any(key(send) not in ends["recv"] for send in sends)
 
 
 def _different_calls(records: dict[int, Record]) -> Event:

@@ -114,8 +114,8 @@ def _used(fn) -> dict[str, object]:
         return {"the object whose method it is": fn.__self__} | _used(fn.__func__)
     with contextlib.suppress(TypeError, ValueError):  # no function; a variable not assigned yet
         used = inspect.getclosurevars(fn)  # its globals have the names of attributes among them
-        loaded = {op.argval for op in dis.get_instructions(fn) if op.opname == "LOAD_GLOBAL"}
-        used_globals = {name: x for name, x in used.globals.items() if name in loaded}
+        named = {op.argval for op in dis.get_instructions(fn) if op.opname.endswith("_GLOBAL")}
+        used_globals = {name: x for name, x in used.globals.items() if name in named}
         return used_globals | used.nonlocals
     return {}
 

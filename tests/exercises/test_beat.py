@@ -62,7 +62,9 @@ def test_a_step_is_counted_in_messages():
         "yours 384 bytes a rank and step, 0 of loss · par 192" in beat.beat_lean_step(run, 1).text
     )
     run.results[3] = math.nan
-    assert "it doesn't fit: loss above 1e-6" in beat.beat_lean_step(run, 1).text
+    said = beat.beat_lean_step(run, 1).text
+    assert "nan of loss" in said
+    assert "it doesn't fit: loss above 1e-6" in said
     run = launch(_steps, True, world_size=4, backend="gloo")
     assert "It doesn't count" in beat.beat_lean_step(run, 1).text
 

@@ -7,5 +7,11 @@ from ddpkit import exercises as check
 from .every import *  # noqa: F403
 
 
-def test_a_collective_is_refused_before_messages_are_followed():
+def test_only_messages_are_followed():
     assert "Use only dist.send" in check.whole_ring(lambda x: dist.all_reduce(x)).text
+
+    def in_a_group(x):
+        dist.new_group()
+        check.whole_ring.reference(x)
+
+    assert check.whole_ring(in_a_group).passed
