@@ -364,15 +364,17 @@ def test_a_module_is_renamed_if_all_its_parameters_are_alike():
     def renamed(rename, *modules):
         tape = Tape(1)
         tape.begin = dict.fromkeys(f"{m}.weight" for m in modules if "." in m or m not in parents)
-        tape.outputs = dict.fromkeys(modules)
+        tape.outputs = dict.fromkeys((*modules, "relu"))
         return renamed_modules(tape, rename)
 
     parents = {"", "a"}
     alike = {"a.0.weight": "b.0.weight", "a.1.weight": "b.1.weight"}
-    assert renamed(alike, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "b.1", "a": "b"}
+    assert renamed(alike, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "b.1", "a": "b", "": ""}
     apart = {"a.0.weight": "b.0.weight", "a.1.weight": "c.weight"}
-    assert renamed(apart, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "c"}
-    assert renamed({"head.weight": "tokens.weight"}, "tokens", "head", "") == {}  # tied there
+    assert renamed(apart, "a.0", "a.1", "a", "") == {"a.0": "b.0", "a.1": "c", "": ""}
+    assert renamed({"head.weight": "tokens.weight"}, "tokens", "head", "") == {"": ""}  # tied there
+    wrapped = {"a.0.weight": "0.weight"}
+    assert renamed(wrapped, "a.0", "a", "") == {"a.0": "0", "a": ""}
     swapped = {"c.weight": "d.weight", "d.weight": "c.weight"}
     assert renamed(swapped, "c", "d") == {"c": "d", "d": "c"}
 

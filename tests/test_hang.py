@@ -191,7 +191,9 @@ def test_what_a_rank_received_no_more_is_not_said_to_be_never_sent():
     failed = RankError("no", rank=1, output=["", ""], wire=[[receive], late])
     assert [event.kind for event in replay(failed) if event.kind != "meet"] == ["failed"]
     hung = HangError("no", output=["", ""], wire=failed.wire)
-    assert [event.kind for event in replay(hung)][-1] == "stuck"  # the report knows
+    assert [event.kind for event in replay(hung)][-1] == "stuck"
+    hung.wire[1][0] = call(1, op="send", peer=0, channel="0 1>0:0", done=1.0)  # after the first
+    assert [event.kind for event in replay(hung) if event.kind != "meet"] == ["send"]
     failed.wire[1][0] = call(op="send", peer=0, channel="0 1>0:0", done=1.0)
     receive.seq = 1  # the first is known, the second would be later
     assert [event.kind for event in replay(failed)][-1] == "stuck"

@@ -16,6 +16,7 @@ pass: LOOSEST is the most that is allowed, and right runs stay far below it. Bet
 """
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -132,22 +133,26 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
 
 
 def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
-    """Return a copy of a rank's tape in which parameters and modules have their serial names.
+    """Return a rank's tape with the serial names of parameters and modules; a copy if any differ.
 
     rename: {parameter's name in the parallel model: in the serial one}.
     """
+    if not rename:
+        return tape
     named = copy.copy(tape)
     named.begin = with_names(tape.begin, rename)
-    named.outputs = with_names(tape.outputs, renamed_modules(tape, rename))
+    modules = renamed_modules(tape, rename)
+    named.outputs = {modules[m]: output for m, output in tape.outputs.items() if m in modules}
     named.steps = [step_with_serial_names(step, rename) for step in tape.steps]
     return named
 
 
 def renamed_modules(tape: Tape, rename: dict[str, str]) -> dict[str, str]:
-    """Return {module: its serial name} of the modules whose parameters have all moved alike.
+    """Return {module: its serial name} of the modules of which that is certain.
 
-    For example, {"a.0.weight": "b.0.weight"} renames "a" and "a.0", if these have no parameter but
-    this one. A module keeps its name if another has the new one.
+    Their parameters have all moved alike: {"a.0.weight": "b.0.weight"} renames "a" and "a.0", if
+    these have no parameter but this one. The model itself, "", keeps its name otherwise. Left out
+    are modules without parameters, and those that would have one name.
     """
     found = {}
     for module in tape.outputs:
@@ -160,8 +165,10 @@ def renamed_modules(tape: Tape, rename: dict[str, str]) -> dict[str, str]:
                 starts.add(serial.removesuffix(rest) if alike else None)
         if len(starts) == 1 and None not in starts:
             found[module] = starts.pop().removesuffix(".")
-    kept = {module for module in tape.outputs if found.get(module, module) == module}
-    return {module: serial for module, serial in found.items() if serial not in kept}
+    if "" in tape.outputs and "" not in found.values():
+        found.setdefault("", "")
+    names = Counter(found.values())
+    return {module: serial for module, serial in found.items() if names[serial] == 1}
 
 
 def step_with_serial_names(step: Step, rename: dict[str, str]) -> Step:

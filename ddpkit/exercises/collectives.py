@@ -14,7 +14,7 @@ from .checker import Exercise, Trial, check_wire, mistakes, read_sum, who_is_in
 
 __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
-JUNK = -3  # fills a buffer at first; added to a sum of 0s and 1s, it looks like no other mistake
+JUNK = -3  # fills a buffer at first; -1 in a sum would look as if a chunk of 1 were missing
 SIMPLE, OTHER = (1, (3,), torch.int64), (2, (2, 2), torch.float64)  # calls, shape, dtype
 CASES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (3, 2, OTHER), (1, 0, SIMPLE)]
 TREES = [(2, 1, SIMPLE), (3, 0, SIMPLE), (4, 3, SIMPLE), (7, 4, OTHER), (1, 0, SIMPLE)]

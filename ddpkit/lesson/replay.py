@@ -336,17 +336,18 @@ def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int
 
     The sender may have made that call before the known ones, unless one of these is an earlier call
     on the same channel. Or the receive is from any rank: its sender isn't known before its end, so
-    any send to `rank` without a receive may be its own. But if the launch raised HangError, no
-    message for it was on its way.
+    any send to `rank` without a receive may be its own. If the launch raised HangError, `rank` is
+    taken to wait for a message that never comes, unless a later one on the channel is known.
     run, ends: as in `_failures`; ends["recv"] has the messages that were received as its keys.
     rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
     calls are known.
     """
-    if not isinstance(run, LaunchError) or isinstance(run, HangError):
-        return False
+    hung = isinstance(run, HangError)
     if record.peer is not None:
-        known = (r.seq for r in run.wire[record.peer] if r.channel == record.channel)
-        return record.peer in cut and all(seq > record.seq for seq in known)
+        later = [r.seq > record.seq for r in run.wire[record.peer] if r.channel == record.channel]
+        return record.peer in cut and (any(later) if hung else all(later))
+    if hung or not isinstance(run, LaunchError):
+        return False
     if not cut.isdisjoint(other for other in record.ranks if other != rank):
         return True
     sends = (r for records in run.wire for r in records if r.op == "send" and r.peer == rank)
