@@ -493,6 +493,7 @@ def test_a_loop_that_does_not_end_is_told_and_no_difference_is_claimed(monkeypat
     assert re.search(r"\nRank 0 has made [\d,]+ calls, the last of them all alike: a loop", text)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # between open() and with
 def test_stop_says_where_the_ranks_were(tmp_path):
     def hangs():
         if dist.get_rank() == 0:

@@ -655,6 +655,7 @@ def test_both_limits_of_what_is_shown():
     assert (shown.count("..."), "\n... 1.9 MB more ...\n" in shown) == (2, True)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # between open() and with
 @pytest.mark.parametrize("live", [False, True])
 def test_endless_printing_is_capped_and_can_be_stopped(tmp_path, capsys, live):
     def chatter():

@@ -181,6 +181,7 @@ def test_a_rank_killed_between_cells(fails, cell, magic, line):
     assert lines[-1] == GONE
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # between open() and with
 def test_an_interrupt_ends_the_world_and_says_so(cell, magic, capfd):
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
