@@ -31,7 +31,7 @@ LIMITS = {  # where the house is going
 }
 RATCHET = {  # lines; lower it with every cut
     "ddpkit": 51_373,
-    "tests": 34_106,
+    "tests": 34_105,
     "runtime": 7_227,
     "inspect": 1_856,
     "lesson": 6_688,
@@ -50,7 +50,7 @@ HELD = {  # today's figures: change one only for the better
 LIMITS |= {"lines an exercise, all in": 90, "mistakes of an exercise, at most": 12}
 HELD_EXERCISES = {
     "lines an exercise, all in": 89.1,
-    "the same, of checked functions alone": 106.7,  # it has no limit, and doesn't grow
+    "the same, of checked functions alone": 106.7,  # it has no limit
     "mistakes of an exercise, at most": 10,
 }
 LIMITS_OUTSIDE = {  # and held there

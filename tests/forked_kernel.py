@@ -82,10 +82,10 @@ def end_with_parent() -> None:
 
 
 def own_ports() -> Iterator[int]:
-    """Ports that neither the system gives to others nor another worker of the tests to its kernels.
+    """Ports for this worker's kernels, which neither the system nor another worker hands out.
 
-    Jupyter takes free ports of the system's, from 32768 on, and lets go of them before the kernel
-    binds them: meanwhile a rank may get one.
+    Jupyter asks the system for free ports, and releases them before the kernel binds them: in
+    between a rank may get one.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     first = 10_000 + 800 * (worker % 12)
@@ -103,6 +103,4 @@ def use() -> None:
     """From now on, kernels that this process starts are forked, with ports of their own."""
     local_provisioner.launch_kernel = ForkedKernel
     ports = own_ports()
-    LocalPortCache.find_available_port = lambda _, ip: next(
-        port for port in ports if is_free(ip, port)
-    )
+    LocalPortCache.find_available_port = lambda _, ip: next(p for p in ports if is_free(ip, p))

@@ -267,6 +267,8 @@ def test_what_cannot_be_measured_is_refused_at_once(monkeypatch):
     for arguments in (((4,), (2,), 2), ((4096,), (2,), 0)):
         with pytest.raises(ValueError, match="to be 1 or more, got 0"):
             collectives.measure("all_reduce", *arguments)
+    with pytest.raises(ValueError, match="rounds to be 1 or more, got 0"):
+        precision.measure(rounds=0)
 
 
 # On real ranks

@@ -882,11 +882,8 @@ def fill(board, rng: random.Random, on_gpu: bool) -> None:
             seq = made[said["channel"]]
             made[said["channel"]] += 1
             at = 1000.0 + index + rng.random()
-            said |= {"issued": at, "done": at if done else None, "by_future": rng.random() < 0.2}
-            said |= {
-                "started": at if done or not on_gpu else None,
-                "waited": rng.choice([None, at]),
-            }
+            said |= {"issued": at, "by_future": rng.random() < 0.2, "waited": rng.choice([0, at])}
+            said |= {"started": None if on_gpu and not done else at, "done": at if done else None}
             said |= {"batched": on_gpu and rng.random() < 0.2, "limit_s": rng.choice([None, 30.0])}
             board.put(rank, index, call(seq, **said))
         for caller in range(rng.randint(0, 3)):
@@ -916,8 +913,7 @@ def test_whatever_a_board_holds_there_is_a_report(tmp_path, on_gpu):
             text = words.report(headline, advice, look, bool(stuck))
             assert (text[: len(headline)], text[-len(advice) :]) == (headline, advice)
             assert all(re.search(rf"\b{rank}\b|ranks 0 to 2", text) for rank in range(3))
-        found.update(
-            stuck=bool(stuck), different=bool(different), threads=any(s.more for s in look.now)
-        )
+        threads = any(s.more for s in look.now)
+        found.update(stuck=bool(stuck), different=bool(different), threads=threads)
         board.close()
     assert min(found.values()) > 10, found

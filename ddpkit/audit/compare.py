@@ -148,11 +148,11 @@ def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
 
 
 def renamed_modules(tape: Tape, rename: dict[str, str]) -> dict[str, str]:
-    """Return {module: its serial name} of the modules of which that is certain.
+    """Return {module: its serial name} for the modules whose serial name is certain.
 
-    Their parameters have all moved alike: {"a.0.weight": "b.0.weight"} renames "a" and "a.0", if
-    these have no parameter but this one. The model itself, "", keeps its name otherwise. Left out
-    are modules without parameters, and those that would have one name.
+    It is certain if all parameters in a module have moved alike: {"a.0.weight": "b.0.weight"}
+    renames "a" and "a.0" if they hold no other parameter. The model itself, "", otherwise keeps its
+    name. Modules without parameters are left out, and so are modules that would share a name.
     """
     found = {}
     for module in tape.outputs:

@@ -4,8 +4,8 @@ A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", 
 "1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
 backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
 of its weights. The bubble is the idle share of the ranks' time. Every rank's time counts from the
-begin of the first action on any rank to the end of the last action on any. A stage holds the
-activations of a micro-batch from the begin of its forward to the end of its B or, if split, its W.
+start of the first action on any rank to the end of the last action on any. A stage holds the
+activations of a micro-batch from the start of its forward to the end of its B or, if split, its W.
 
 The arguments `ticks` say how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
 A schedule to simulate is refused, with a ValueError, if an action is malformed, is missing or
@@ -105,7 +105,7 @@ def _measured(spans: Sequence[Timed]) -> list[Spans]:
 def _idle(rows: Sequence[Spans]) -> float:
     """Return the idle share of all ranks' time, from time 0 to the last end on any rank.
 
-    rows: for each rank, {action: (begin, end)}; time 0 is the begin of the first action on any.
+    rows: for each rank, {action: (begin, end)}; time 0 is the start of the first action on any.
     """
     whole = max(end for row in rows for _, end in row.values())
     busy = sum(end - begin for row in rows for begin, end in row.values())

@@ -332,12 +332,12 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
-    """Return whether the message may have been sent for which no send is known.
+    """Return whether a message may have been sent although no record of its send is known.
 
-    The sender may have made that call before the known ones, unless one of these is an earlier call
-    on the same channel. Or the receive is from any rank: its sender isn't known before its end, so
-    any send to `rank` without a receive may be its own. If the launch raised HangError, `rank` is
-    taken to wait for a message that never comes, unless a later one on the channel is known.
+    The sender may have made the call before those that are known, unless an earlier call on the
+    channel is among them. A receive from any rank doesn't show its sender until it ends, so any
+    send to `rank` without a receive may be its own. After a HangError, `rank` is taken to wait for
+    a message that never comes, unless a later one on the channel is known.
     run, ends: as in `_failures`; ends["recv"] has the messages that were received as its keys.
     rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
     calls are known.

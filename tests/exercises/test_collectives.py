@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from ddpkit import collectives
 from ddpkit import exercises as check
+from ddpkit.exercises.collectives import JUNK
 
 from .every import *  # noqa: F403
 
@@ -23,13 +24,10 @@ def test_the_digits_say_what_is_wrong():
     said = check.reduce_scatter(others_chunk).text
     assert "Rank 0's chunk 1 is in it. Rank 0 sums chunk 0 of all." in said
 
-    def adds_to_what_was_there(output, input_list):
-        before = output.clone()
-        collectives.reduce_scatter(output, input_list)
-        output += before
-
-    said = check.reduce_scatter(adds_to_what_was_there).text
-    assert "What was in `output` before is still in it" in said
+    trial = next(iter(check.reduce_scatter.trials()))
+    right = trial.expected[0]  # of rank 0 of 2: its own chunk of 1, and rank 1's of 100
+    for value, told in ((101 + JUNK, "What was in `output` before"), (100, "is in it 0 times")):
+        assert told in check.reduce_scatter.explain(trial, 0, right, right | {"output": [value]})
 
 
 def test_what_should_be_left_alone():
