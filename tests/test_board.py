@@ -76,6 +76,16 @@ def test_state_waiting_and_threads(board):
     assert (board.state(0), board.threads(0)) == (STARTING, 0)
 
 
+def test_a_record_says_since_when_its_rank_waits(board):
+    for index in range(SLOTS + 1):
+        board.put(0, index, call(index))
+    assert board.records(0)[0].waited is None
+    board.set_waiting(0, 1, since=7.0)
+    assert [record.waited for record in board.records(0)[:2]] == [7.0, None]
+    board.set_waiting(0, 0, since=8.0)  # a later call has taken its slot
+    assert board.records(0)[-1].waited is None
+
+
 def test_every_change_counts_as_progress(board):
     board.put(0, 0, call())
     board.put(0, 0, call(done=1.0))

@@ -182,7 +182,11 @@ def test_what_a_failed_run_forgot_is_not_said_to_be_missing():
     failed = RankError("no", rank=1, output=["", ""], wire=[early, late])
     assert [event.kind for event in replay(failed) if event.kind != "meet"] == ["send", "failed"]
     failed.wire[1].pop()
+    assert [event.kind for event in replay(failed)][-2:] == ["failed", "stuck"]
+    early[1].done, early[1].waited = None, 1.0
     assert [event.kind for event in replay(failed)][-2:] == ["stuck", "stuck"]
+    early[1].started, early[1].waited = 1.0, None
+    assert [event.kind for event in replay(failed)][-2:] == ["stuck", "lost"]
 
 
 def test_what_a_rank_received_no_more_is_not_said_to_be_never_sent():

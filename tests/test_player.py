@@ -110,6 +110,19 @@ def nobody_receives():
         dist.isend(mine(), dst=1)
 
 
+def asks_and_goes_on():
+    """Rank 0 doesn't wait in its first call, nor in its last send, which is complete."""
+    x = mine(1)
+    if dist.get_rank() == 0:
+        handle = dist.irecv(torch.zeros(1), 1, tag=1)
+        dist.send(x, 1)
+        dist.recv(x, 1, tag=2)
+        handle.wait()
+    else:
+        dist.recv(x, 0)
+        dist.recv(x, 0, tag=3)
+
+
 def one_raises():
     if dist.get_rank() == 1:
         raise ValueError("no")
@@ -236,6 +249,12 @@ WRONG = {
     (one_raises, 2): [
         "1. rank 1 fails, as the error says",
         "2. rank 0 waits here in vain: no message comes from rank 1",
+    ],
+    (asks_and_goes_on, 2): [
+        "1. rank 0 sends [1] to rank 1",
+        "2. rank 1 receives [1] from rank 0",
+        "3. rank 0 waits here for ever: no message comes from rank 1",
+        "4. rank 1 waits here for ever: no message comes from rank 0",
     ],
     (one_stays_away, 3): [f"{WAIT}which never calls it"],
     (one_is_forgotten, 3): [

@@ -286,11 +286,10 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
       have made this one before them.
     - A receive that never ended: "differ" if its message doesn't fit; "stuck" if the launch failed
       and no send is known; otherwise "lost". Left out if a message that fits was on its way, or may
-      have been (`_may_have_been_sent`).
-    - A send without a receive call: "stuck" if the launch failed, and it is the last call of a rank
-      other than the one that failed, which is taken to wait in it, even if the send is complete;
-      otherwise "lost". A complete one is left out if it would be "lost", since the receive may only
-      have been due later, or if the receiver has 256 known calls, as above.
+      have been (`_may_have_been_sent`), or if the rank didn't wait for it yet.
+    - A send without a receive call: "stuck" if the launch failed and a rank other than the one that
+      failed waits in it; otherwise "lost". A complete one is left out, since the receive may only
+      have been due later.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     ends: {"send" or "recv": {message: (rank, its record)}}.
@@ -322,13 +321,19 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
                     continue
                 found.append(_not_received(rank, record, sent, ever, failed))
             elif record.op == "send" and key(record) not in ends["recv"]:
-                if record.done is not None and record.peer in cut:
-                    continue
                 raised = getattr(run, "rank", None) == rank
-                stuck = failed and record is records[-1] and not raised
-                if stuck or not failed or record.done is None:
+                if not failed or record.done is None:
+                    stuck = failed and _waits_in(record) and not raised
                     found.append(_not_taken(rank, record, ever, stuck))
     return [event for event in found if event]
+
+
+def _waits_in(record: Record) -> bool:
+    """Return whether a rank waits in a message's call that never ended, as far as is known.
+
+    On the CPU its record says so. On a GPU, where it may not, the rank is taken to wait.
+    """
+    return record.waited is not None or record.on_stream
 
 
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
@@ -414,7 +419,8 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
     """Return the event of a receive that never ended, with the reason.
 
-    Return None if its message was still on the way when the launch failed.
+    Return None if the launch failed while its message was still on the way, or before the rank
+    waited for it.
     rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
     ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
     failed: whether the launch raised an error; if not, the rank never called wait() on its irecv.
@@ -427,6 +433,8 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
         kind, status = "differ", {peer: f"sends {theirs}", rank: f"expects {ours}"}
         sends = f"rank {peer} sends {theirs} to rank {rank}"
         text = f"the ranks disagree: {sends}, which expects {ours}"
+    elif failed and not _waits_in(record):
+        return None
     elif not failed:
         text = f"rank {rank} asked for a message from {source} and never waited for it"
         status = {rank: "never waits for it"}

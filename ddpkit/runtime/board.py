@@ -224,7 +224,7 @@ class Board:
             if create:
                 file.truncate(_PAGE * _WORD * world_size)
             self._map = mmap.mmap(file.fileno(), _PAGE * _WORD * world_size)
-        self._read: dict[int, tuple[int, list[Record]]] = {}  # {rank: (its events, its records)}
+        self._read: dict[int, tuple[tuple, list[Record]]] = {}  # {rank: (what it wrote, its records)}
         self._words = memoryview(self._map).cast("q")
         self._times = memoryview(self._map).cast("d")
 
@@ -284,13 +284,18 @@ class Board:
         flags = record.by_future, record.dropped, record.batched, record.reached
         self._words[at + _BECAME] = sum(flag << bit for bit, flag in enumerate(flags))
 
-    def set_waiting(self, rank: int, index: int | None, caller: int = 0):
+    def set_waiting(
+        self, rank: int, index: int | None, caller: int = 0, since: float | None = None
+    ):
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
         index: that of the call; None removes the mark.
         caller: the index of the thread's mark, from 0 to 7 (CALLERS is 8). Each thread that makes
             calls has a mark of its own; where none is free, threads share the last.
+        since: when the wait began, to be written into the call's `waited`; None leaves that alone.
         """
+        if since is not None and index >= self.calls(rank) - SLOTS:
+            self._times[self._slot(rank, index) + _WAITED] = since
         self._words[rank * _PAGE + _WAITING + caller] = 0 if index is None else index + 1
 
     def set_polled(self, rank: int, index: int, now: float):
@@ -441,14 +446,15 @@ class Board:
     def records(self, rank: int) -> list[Record]:
         """Return the records of the last calls of `rank`, at most 256 (SLOTS), oldest first.
 
-        A call that is being written is left out. The list is cached until the rank writes again,
-        since reading 256 calls takes milliseconds, and the launcher asks several times a second.
+        A call that is being written is left out. The list is cached until the rank writes or waits
+        again, since reading 256 calls takes milliseconds, and the launcher asks several times a
+        second.
         """
-        events = self._get(rank, _EVENTS)
-        if rank not in self._read or self._read[rank][0] != events:
+        written = self._get(rank, _EVENTS), self.waiting(rank)
+        if rank not in self._read or self._read[rank][0] != written:
             calls = self.calls(rank)
             found = (self.record(rank, index) for index in range(max(0, calls - SLOTS), calls))
-            self._read[rank] = events, [record for record in found if record is not None]
+            self._read[rank] = written, [record for record in found if record is not None]
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:

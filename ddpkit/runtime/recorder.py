@@ -194,7 +194,7 @@ class Recorder:
         removes it. If the call is done already, no mark is made.
         """
         if self.board is not None and record.done is None:
-            self.board.set_waiting(self.rank, record.number, self._caller())
+            self.board.set_waiting(self.rank, record.number, self._caller(), record.waited)
 
     def waited(self):
         """Remove the mark that `stands_at` put on the board: this thread waits no longer.
