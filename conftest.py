@@ -119,12 +119,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("numeric")
         if item.path.stem in WIDE or item.path.stem.startswith("test_bench_"):
             item.add_marker("wide")
-    forks = processes.start_method() == "forkserver" and "not slow" in config.option.markexpr
-    if forks and config.pluginmanager.hasplugin("nbval.plugin"):
+    if config.pluginmanager.hasplugin("nbval.plugin"):
         from tests import forked_kernel
 
-        forked_kernel.use()
-        processes.preload(IN_KERNELS)
+        forked_kernel.use_own_ports()
+        if processes.start_method() == "forkserver" and "not slow" in config.option.markexpr:
+            forked_kernel.use()
+            processes.preload(IN_KERNELS)
     processes.preload(IN_TESTS)
     for module in list(sys.modules.values()):  # their functions travel to ranks as a notebook's do
         if Path(getattr(module, "__file__", None) or "").parent == Path(__file__).parent / "tests":

@@ -100,7 +100,11 @@ def is_free(ip: str, port: int) -> bool:
 
 
 def use() -> None:
-    """From now on, kernels that this process starts are forked, with ports of their own."""
+    """From now on, kernels that this process starts are forked."""
     local_provisioner.launch_kernel = ForkedKernel
+
+
+def use_own_ports() -> None:
+    """From now on, kernels that this process starts, in whichever way, have ports of their own."""
     ports = own_ports()
     LocalPortCache.find_available_port = lambda _, ip: next(p for p in ports if is_free(ip, p))

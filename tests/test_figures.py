@@ -16,6 +16,7 @@ from PIL import Image
 from ddpkit import Link, collectives, launch
 from ddpkit.lesson import charts, figures, page
 from ddpkit.lesson.player import WIDTH
+from ddpkit.runtime.errors import LaunchError
 
 BYTES = 32  # of each message below
 
@@ -211,6 +212,18 @@ def test_lanes_are_drawn_to_scale():
     assert spans(axes, 2) == [(1, 2), (3, 4)]  # waits
     assert spans(axes, 4) == [(0, 4), (0, 2)]  # on the wire; what is done first lies above
     assert axes.get_xlim() == (0, 4)
+
+
+def test_a_timeline_begins_at_the_first_call_it_shows():
+    """The broadcast before it ends after it, so its end can't be where the time axis begins."""
+    early = call(1, 10, waited=9)
+    early.op = "broadcast"
+    later = call(2, 3, waited=2)
+    run = SimpleNamespace(wire=[[early, later]])
+    assert figures.Part(run, "broadcast").begun == [2]
+    assert figures.timeline(run, after="broadcast").figure.axes[0].get_xlim() == (0, 1e3)
+    unknown = LaunchError("its records aren't known").run
+    assert repr(figures.timeline(unknown)) == "No rank made a call: there is nothing to draw."
 
 
 V = [[1, 2], [10, 20], [100, 200]]

@@ -900,6 +900,23 @@ def fill(board, rng: random.Random, on_gpu: bool) -> None:
             board.set_destroyed(rank, {rng.choice("012"): ("train.py", 7, "main", "")})
 
 
+def test_a_rank_that_has_just_disagreed_has_its_call(tmp_path):
+    """It writes the call, then its state, here while another process reads the board."""
+    board = Board(tmp_path / "board", 2, create=True)
+    read = board.records
+
+    def records_meanwhile(rank):
+        found = read(rank)
+        board.put(rank, 0, call())
+        board.set_state(rank, DISAGREES)
+        return found
+
+    board.records = records_meanwhile
+    assert [s.state for s in Look(board).now] == ["starting"] * 2
+    assert [s.call for s in Look(board).now] == [call()] * 2
+    board.close()
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_whatever_a_board_holds_there_is_a_report(tmp_path, on_gpu):
     rng = random.Random(0)

@@ -337,9 +337,12 @@ class Part:
     run: what `launch` returned. after: the name of an operation, such as "broadcast"; None for the
         whole run.
     wire: for each rank, the records of its calls in this part.
-    begun: for each rank, the end of that last call, or its beginning if no end is recorded; if the
-        rank made none, the time at which it made its first call, or inf without any call.
-    start, end: the earliest time in `begun`, and the latest in this part's records (0.0 if none).
+    begun: for each rank, the end of that last call, or its beginning if no end is recorded; but no
+        later than the next call, if that was made before. If the rank made no such call, the time
+        of its first one, or inf without any.
+    start: the earliest time in `begun`; inf if no rank made a call in the whole run.
+    end: the latest time in this part's records. Without any, as when `after` was each rank's last
+        call, it is 0.0, before `start`, and there is nothing to draw.
     link: the network that the launch emulated, in words; "" if there was none.
     calls: a text that says how often each rank called each operation in this part, such as
         "rank 0: 1 send, 1 barrier; rank 1: 1 recv, 1 barrier" or "every rank: no calls".
@@ -350,10 +353,9 @@ class Part:
         for records in run.wire:
             last = max((at for at, record in enumerate(records) if record.op == after), default=-1)
             self.wire.append(records[last + 1 :])
-            first = records[0].issued if records else math.inf
-            ended = records[last].done or records[last].issued if last >= 0 else first
-            self.begun.append(ended)
-        self.start = min(self.begun)
+            ended = records[last].done or records[last].issued if last >= 0 else math.inf
+            self.begun.append(min(ended, *(r.issued for r in self.wire[-1]), math.inf))
+        self.start = min(self.begun, default=math.inf)
         self.end = max((last_known(records) for records in self.wire if records), default=0.0)
         link = getattr(run, "link", None)
         self.link = f"emulated link: {link}" if link else ""

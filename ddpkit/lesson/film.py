@@ -140,9 +140,11 @@ class Holdings:
         The rank may have added numbers that it received: those of messages in `arrived` that came
         into other buffers. So the new value of the k-th number that changed is compared with sums.
         The first is its old value plus the k-th numbers of all messages that have as many numbers
-        as changed here; the others are its old value plus one received number each. The owners are
-        those of all numbers in the first sum that is equal. If none is, the owner is this rank if
-        it has received nothing yet, otherwise unknown (None). Any change empties `arrived`.
+        as changed here. Each of the others is its old value plus one received number: any number of
+        any of the messages, at whatever position, in the order of arrival. The owners are those of
+        all numbers in the first sum that is equal, if all are known. If there is no such sum, the
+        owner is this rank if it has received nothing yet, otherwise unknown (None). Any change
+        empties `arrived`.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.

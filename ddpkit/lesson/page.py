@@ -39,8 +39,9 @@ def colour(rank: int | frozenset[int] | None) -> str:
     """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
     rank: a rank. From rank 9 on colours repeat, so labels must tell ranks apart. A frozenset of
-        ranks whose numbers were combined gives white, on which `Canvas.cells` draws stripes. None,
-        which stands for data of several ranks or of an unknown one, gives grey.
+        ranks, for a number known to combine theirs, gives white, on which `Canvas.cells` draws a
+        stripe for each. None gives grey: it isn't known which rank or ranks the number came from,
+        as for a sum of which only the value is known.
     """
     if isinstance(rank, frozenset):
         return EMPTY
@@ -289,7 +290,7 @@ class Canvas:
     width, height: the size of the page, in pixels.
     gid: None at first, or what `moving(start, end)` returned. Boxes and texts that are drawn while
         it is set slide once when a widget shows the picture, as a message does from its sender to
-        its receiver: from `start` to `end`, offsets from the place where they are drawn.
+        its receiver: from `start` to `end`, offsets in points from where they are drawn.
     """
 
     def __init__(self, width: float, height: float):
@@ -372,7 +373,7 @@ class Canvas:
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """Draw a legend entry at the foot of the page: grey cells hold data of several ranks."""
+        """Draw a legend entry for grey cells at the foot of the page: "data of several ranks"."""
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
@@ -424,8 +425,9 @@ def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
     Boxes and texts that are drawn while it is set travel from `start` to `end`, and stay there.
-    Both are offsets (x, y) in points (1/72 inch) from the place where they are drawn: x to the
-    right, y downwards, (0, 0) for that place itself, where the PNG shows them.
+    Both are offsets (x, y) from the place where they are drawn: x to the right, y downwards, (0, 0)
+    for that place itself, where the PNG shows them. They are in points, the unit of the SVG: a
+    pixel of the canvas is 0.75 points (72 / DPI).
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 

@@ -167,8 +167,8 @@ def _number(action: str, row: Spans) -> str:
 def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough:
     """Return a widget with a slider that steps through a simulated pipeline run, tick by tick.
 
-    It shows what each rank does, and how many micro-batches' activations its stages hold. Used in
-    notebook 10.
+    It shows what each rank does, and the number of micro-batches whose activations it holds; one
+    that is held in two of the rank's stages counts twice. Used in notebook 10.
 
     ticks: how long a forward F, a backward B, its input part I and its weight part W take. Give
         whole numbers: the widget misses an action that begins and ends inside one tick.
@@ -178,7 +178,11 @@ def schedule_player(schedule: schedules.Schedule, **ticks: float) -> StepThrough
     whole = math.ceil(max(end for _, end in when.values()))
 
     def now(tick: int) -> list[tuple[str, int]]:
-        """Return each rank's (action or "-", micro-batches held) in tick number `tick`, from 1."""
+        """Return, for each rank, (action, micro-batches held) in tick number `tick`, from 1.
+
+        The action is a text such as "1F0", or "-" if the rank is idle. A micro-batch that is held
+        in two of the rank's stages counts twice.
+        """
         return [(_at(actions, when, tick), _held(actions, when, tick)) for actions in schedule]
 
     lines = ["0. nothing yet"]
@@ -249,7 +253,8 @@ def pipeline_calculator() -> Calculator:
     """Return a widget that draws a schedule, with controls for its name, ranks and micro-batches.
 
     Its caption states the bubble, which is the idle share of the ranks' time, and the most
-    micro-batches that each rank holds. Used in notebook 10.
+    micro-batches that each rank holds. Where a rank has two stages, a micro-batch counts as half in
+    each. Used in notebook 10.
     """
     return Calculator(
         plan,

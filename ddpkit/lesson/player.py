@@ -234,7 +234,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 
 def _change(event: Event) -> figures.Change | None:
-    """Return the drawing of all ranks' numbers before and after a collective call.
+    """Return an object that can draw each rank's numbers before and after a collective call.
 
     Return None if it isn't a collective call that moves numbers, or if those before weren't kept.
     """
@@ -292,8 +292,11 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
 def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
     """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
 
-    change: what `_change` returned for the frame's event: a drawing of a collective's numbers
-        before and after, or None. If the rank took part, it replaces the rank's buffers.
+    That is its text in `frame.status`, such as {1: "waits here for ever"}; most ranks have none.
+
+    change: None or, for a collective call whose numbers were kept, the `figures.Change` that can
+        draw each rank's numbers before and after it. If `rank` took part in the call, its numbers
+        before and after are drawn instead of its buffers.
     """
     y, said = stage.top(rank), frame.status.get(rank, "")
     fill, edge, line = (page.EMPTY, page.WRONG, 4) if said else (page.PALE, page.FAINT, 1)

@@ -339,13 +339,20 @@ def _waits_in(record: Record) -> bool:
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
     """Return whether a message may have been sent although no record of its send is known.
 
-    The sender may have made the call before those that are known, unless an earlier call on the
-    channel is among them. A receive from any rank doesn't show its sender until it ends, so any
-    send to `rank` without a receive may be its own. After a HangError, `rank` is taken to wait for
-    a message that never comes, unless a later one on the channel is known.
-    run, ends: as in `_failures`; ends["recv"] has the messages that were received as its keys.
+    Only a sender in `cut` may have made the call before those that are known, and not if these have
+    an earlier send on the channel (its messages to `rank` in this group with this tag). After a
+    HangError return True only if they have a later one: otherwise `rank` is taken to wait for a
+    message that never comes. For a Run always return False.
+
+    A receive from any rank doesn't show its sender until it ends. So for it return True if another
+    member of the group is in `cut`, or if a known send to `rank` has no known receive call; but
+    after a HangError return False.
+
+    run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
+    ends: {"send" or "recv": {message: (rank, its record)}}; used only for the keys of ends["recv"],
+    the messages with a known receive call, each as (channel, number of earlier ones on it).
     rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
-    calls are known.
+    256 calls are known.
     """
     hung = isinstance(run, HangError)
     if record.peer is not None:

@@ -224,7 +224,7 @@ class Board:
             if create:
                 file.truncate(_PAGE * _WORD * world_size)
             self._map = mmap.mmap(file.fileno(), _PAGE * _WORD * world_size)
-        self._read: dict[int, tuple[tuple, list[Record]]] = {}  # {rank: (what it wrote, its records)}
+        self._read: dict[int, tuple[tuple, list[Record]]] = {}  # {rank: (as written, its records)}
         self._words = memoryview(self._map).cast("q")
         self._times = memoryview(self._map).cast("d")
 
@@ -239,7 +239,9 @@ class Board:
     def put(self, rank: int, index: int, record: Record):
         """Write all fields of a new call, or again of an earlier one, into its slot on a page.
 
-        A new call has the index `calls(rank)`; it overwrites the call 256 (SLOTS) before it.
+        A new call has the index `calls(rank)`; it overwrites the call 256 (SLOTS) before it. The
+        caller makes sure that an earlier one is among the rank's last 256: otherwise this would
+        overwrite the later call that has its slot now.
         A process that reads the slot meanwhile gets None if the call is new. If it is written
         again, the reader gets None, or old fields beside new. Last the page's count of writes grows
         (see `events`), so that `records` no longer returns what it read before.

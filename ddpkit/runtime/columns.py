@@ -4,8 +4,9 @@ A call is a collective call, a send or a receive. A look holds each rank's last 
 the board, the file that all ranks share. A channel is a group, or the messages with one tag from
 one member to another. Tables and lists become part of the report of a hang.
 
-The argument `texts` of several functions is {rank: {number of a call, from 1: its text}}. A rank's
-oldest calls may be missing, since the board keeps only its last 256.
+The argument `texts` of several functions is {rank: {number of a call, from 1: its text}}. In a
+table of one channel the number counts the rank's calls on that channel, otherwise all of its calls
+but finished new_groups. A rank's oldest calls may be missing, since the board keeps its last 256.
 """
 
 from collections.abc import Iterator, Sequence

@@ -81,6 +81,8 @@ class Look:
         self._events = board.events() if events is None else events
         self._standstill = standstill
         self.ranks = range(board.world_size)
+        # A rank writes its call before its state; read the other way round, a state has its call.
+        self._states = [board.state(rank) for rank in self.ranks]
         self.records = [board.records(rank) for rank in self.ranks]
         self._reached = [dict(sorted(map(_channel_and_seq, rs))) for rs in self.records]  # the last
         self.now = [self._situation(rank) for rank in self.ranks]
@@ -97,8 +99,16 @@ class Look:
     # Where each rank is.
 
     def _situation(self, rank: int) -> Situation:
-        """Return the `Situation` of `rank`: in which call it is waiting, or what its state is."""
-        state = self.board.state(rank)
+        """Return the `Situation` of `rank`: its state and, if it is in a call, that call.
+
+        A rank that has found that another makes a different call is "waiting" in its last one. If
+        several threads wait in open calls, `call` is the main thread's, if that waits, and `more`
+        has the waits of the others. If no thread waits, `call` may still be one for which the GPU
+        waits, or which the program polls (less than 1 s ago it asked whether it is complete). In no
+        call, a rank is "starting" (it hasn't joined the world), "computing", "returned" or "idle"
+        (its function, or its notebook's cell, has ended).
+        """
+        state = self._states[rank]
         if state == DISAGREES:
             last = self.records[rank][-1]
             return Situation(rank, "waiting", last, (), last.place)
@@ -163,9 +173,10 @@ class Look:
         """Put into `now`, for each rank, a wait that can never end, if one of its threads has one.
 
         `now` has one `Situation` for each rank, though several of its threads may be waiting; the
-        waits of the others are in its `more`. Whether a wait can end depends on the groups that
-        other ranks have destroyed. So these are first read into the field `destroyed` of each
-        `Situation` in `now`; those in `more` don't need it.
+        waits of the others are in its `more`. A wait that moves from there into `now` takes over
+        the fields `destroyed` and `has_free_thread`, and has the displaced one in its own `more`.
+        Whether a wait can end depends on the groups that other ranks have destroyed. So these are
+        first read into the field `destroyed` of each `Situation` in `now`.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -363,9 +374,11 @@ class Look:
     def abandoned(self) -> list[Situation]:
         """Return a `Situation` for each rank that may wait in C++ for a member that never comes.
 
-        They are sorted by their `rank`; if it may be waiting in several calls, `call` is the first.
-        Such waits, as of DistributedDataParallel for a collective, don't show on the board. A
-        member never comes if it has ended, or destroyed the group. [] if no rank may wait for one.
+        Such a wait, as of DistributedDataParallel, doesn't show on the board, so the rank seems to
+        compute. The sign is an open collective whose future (`get_future()`) was taken, and which a
+        member that has ended, or destroyed the group, hasn't made. Ranks that the board shows as
+        waiting aren't included. The list is sorted by `rank`, [] if there is none; if a rank has
+        several such calls, `call` is the first.
         """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]

@@ -320,8 +320,8 @@ class Recorder:
         """Note that a collective call, send or receive is complete; a second note changes nothing.
 
         arrived: the tensors that hold its result, for keep_values.
-        buffer: the first of these, whose whole storage is kept for animations. None if another call
-            may be writing into that storage: the record keeps the copy that `issue` made.
+        buffer: the first of these, whose whole storage is kept for animations; None: the record
+            keeps the copy that was made before the call.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
@@ -342,9 +342,10 @@ class Recorder:
         arrived: the tensors that hold the call's result, for `record.result`. [] for a send: then
             nothing is kept.
         buffer: the first of them, whose whole storage is copied into `record.memory`, so that an
-            animation can show the memory around it: all of x after a receive into x[2:4]. The
-            method `wait` passes it, on the CPU. Others pass None, since another call may be writing
-            into that storage: then the record keeps the copy that `issue` made before the call.
+            animation can show the memory around it: all of x after a receive into x[2:4]. It is
+            given at the end of the program's own wait() on the CPU. It is None where the program
+            goes on meanwhile, and may change the storage (on a GPU, or if another thread notes the
+            call's end): then the record keeps the copy that was made before the call.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)

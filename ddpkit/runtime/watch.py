@@ -141,8 +141,10 @@ class Watch:
     def _hear(self, rank: processes.Rank, word: str, said):
         """Handle one message of a rank: a word, and `said`, the data that belongs to it.
 
-        "exit": the rank has ended, with exit code `said`. "failed": it raised an exception, which
-            the `Failure` `said` describes. Either raises RankError, or another LaunchError.
+        "exit": the rank has ended without a reply; `said` is its exit code, which may be 0.
+        "failed": it raised an exception, which the `Failure` `said` describes. For both words this
+            raises HangError if the board shows that ranks' calls differ, which is then the cause;
+            otherwise RankError (NoGpu, a subclass, if CUDA can't use the rank's GPU).
         "disagrees": ranks made different calls where all must make the same; `said` is {rank: the
             `Record` of its call}. Raises HangError.
         "done": the rank's reply is `said`, which is put into `replies`.
@@ -293,7 +295,9 @@ class Watch:
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
         """Return the text of a report: what happened, where ranks are, their last calls, advice.
 
-        If a rank is in no call and the board doesn't say at which line it is, `place` asks it.
+        If a rank is in no call, and the board doesn't say at which line it is, a signal makes it
+        write its stack, even while it is blocked in C++. This waits half a second for it at most:
+        without an answer, as of a dead rank, the report has no line of code for that rank.
         headline, advice: the first line, which says what happened, and the last, what to do.
         look: the state of all ranks.
         stuck: True if the ranks can't go on, so that the table of calls marks (≠) one that a rank
@@ -400,7 +404,9 @@ class Watch:
     def shortage(self) -> str:
         """Return a sentence that explains a rank's death by SIGKILL by a lack of memory, or "".
 
-        It is "" if the kernel killed no process for memory and at least 10 % of memory was free.
+        It is "" if the kernel has killed no process of this container for memory since the watch
+        was made, and at least 10 % of memory was free in all of its last 8 samples (about 2 s),
+        which end when the death is noticed.
         """
         return self._memory.shortage()
 

@@ -529,7 +529,12 @@ def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.
 
 
 def _through_link(recorder: Recorder, record: Record, wait: Callable):
-    """Call wait() for the real transfer, then sleep for the rest of the emulated link's time."""
+    """Call wait() for the real transfer, then sleep until the emulated link would have delivered.
+
+    The time on the link counts from the moment at which the link is free for this call and, unless
+    the call is a send, the other ranks have made it. If that time is over already, or the recorder
+    has no link, this doesn't sleep.
+    """
     wait()
     _hold_back(recorder, record)
 
