@@ -437,6 +437,7 @@ def test_a_matched_call_that_never_ends_falls_under_hang_after():
 
     text = report(stopped, times=1, hang_after=1)
     assert text.startswith("no progress for 1 s, and every rank is inside a call.\n")
+    assert "rank 1: stopped by a signal, or by a debugger\n" in text
     assert text.endswith("it doesn't finish. A larger hang_after gives it more time.")
 
 
@@ -806,6 +807,68 @@ def test_who_computes_is_not_said_to_be_inside_a_call(board):
     assert headline == "no progress for 1 s, and no rank is inside a call."
 
 
+def test_a_message_without_its_handle_is_named_where_nothing_moves(board):
+    say(board, 0, ranks=(0, 1))
+    say(board, 1, ranks=(0, 1))
+    assert words.explain_standstill(Look(board), 1.0)[1] == "Which of these calls is one too many?"
+    lost = call(op="recv", channel="0 0>1:0", ranks=(0, 1), peer=0, dropped=True)
+    board.put(1, board.calls(1), lost)
+    _, advice = words.explain_standstill(Look(board), 1.0)
+    assert advice.startswith("Rank 1 began its receive with irecv and never waited for it (train.")
+
+
+def test_a_call_for_which_cpp_code_may_wait_is_told(board):
+    board.put(0, 0, call(by_future=True))
+    text = words.report("stuck", "look", Look(board))
+    assert "rank 0: computing, or waiting in C++ in all_reduce(8 float32, sum)\n" in text
+    board.update(0, 0, call(by_future=True, done=1.0))
+    assert "ranks 0, 1 and 2: computing\n" in words.report("stuck", "look", Look(board))
+
+
+def test_another_dtype_of_another_shape_is_another_call():
+    """As of DDP's forward on one rank alone, which sends the buffers of a BatchNorm."""
+    mine = call(op="broadcast", shape=(16,), bytes=64)
+    for theirs, says in (
+        (call(op="broadcast", dtype="int32", shape=(16,), bytes=64), "must use the same dtype"),
+        (call(op="broadcast", dtype="int64", shape=(8,), bytes=64), "like two different calls"),
+    ):
+        assert says in words.explain_mismatch({0: mine, 1: theirs})[1]
+
+
+def test_lists_of_objects_must_be_equally_long():
+    def two_and_three():
+        dist.broadcast_object_list([None] * (2 + dist.get_rank()), src=0)
+
+    text = report(two_and_three, times=1)
+    assert text.endswith("\nEvery rank must pass a list of the same length.")
+
+
+def test_a_call_made_amid_an_error_names_it():
+    def leaves_together():
+        try:
+            if dist.get_rank() == 1:
+                raise ValueError("bad batch\nno. 7")
+            dist.all_reduce(torch.ones(2))
+        finally:
+            dist.barrier()
+
+    text = report(leaves_together)
+    assert f"  while it handles ValueError: bad batch ({line(leaves_together, 3)[:-19]})\n" in text
+    assert (
+        "\nRank 1 makes its call while it handles an exception: look at that first. Every rank must"
+        in text
+    )
+
+
+def test_a_call_that_a_pool_makes_names_the_line_of_the_main_thread():
+    def hands_over():
+        with ThreadPoolExecutor(1) as pool:
+            if dist.get_rank() == 0:
+                pool.submit(dist.all_reduce, torch.ones(2)).result()
+
+    assert "\n  " + line(hands_over, 3) in report(hands_over)
+
+
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     for rank in range(3):
         board.set_state(rank, IDLE)
@@ -932,6 +995,7 @@ def test_whatever_a_board_holds_there_is_a_report(tmp_path, on_gpu):
         told += [words.explain_mismatch(different)] if different else []
         for headline, advice in told:
             text = words.report(headline, advice, look, bool(stuck))
+            advice = words.crossed(look) or advice
             assert (text[: len(headline)], text[-len(advice) :]) == (headline, advice)
             assert all(re.search(rf"\b{rank}\b|ranks 0 to 2", text) for rank in range(3))
         threads = any(s.more for s in look.now)

@@ -103,6 +103,14 @@ def test_the_same_under_launch(name, tmp_path):
     assert "GLHF" not in said
 
 
+@pytest.mark.parametrize("how", [name for name in RIGHT if "child" in name])
+def test_a_child_does_not_report_in_its_ranks_name(how, tmp_path):
+    """What `run_text` leaves, a child does as well."""
+    run = launch(run_text, RIGHT[how], str(tmp_path / "train.py"), world_size=2, timeout=30)
+    assert [text.splitlines()[-1] for text in run.output] == ["1.0", "1.0"]
+    assert ("I am a child" in run.output[0]) == ("leaves" in how)
+
+
 FRAMEWORK = """\
 import sysconfig
 file = sysconfig.get_path("purelib") + "/frame/ops.py"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ..runtime.exits import end_child
 from ..runtime.link import Link
 from ..runtime.machine import untried_torch
 from .session import Session
@@ -82,13 +83,17 @@ def main(arguments: list[str] | None = None) -> None:
     session.install()
     sys.argv = [options.script, *options.arguments]
     sys.path[0] = str(Path(options.script).resolve().parent)
+    pid = os.getpid()
     try:
         runpy.run_path(options.script, run_name="__main__")
     except SystemExit as end:
+        end_child(pid, end)
         if end.code:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             session.exited(end)
     except BaseException as error:
+        end_child(pid, error)
         session.failed(error)
+    end_child(pid)
     session.done()

@@ -62,7 +62,8 @@ class Said:
         or scatter, has those of the tensor that it gets. If there are several tensors, these are
         the bytes of all and the shape of the first.
     peer: the root, or a message's other end, as a rank of the world; None if there is none.
-    file, line, function, via: the line that makes the call.
+    file, line, function, via: the line that makes the call. amid: the exception that this line
+        handles, in an `except` or `finally`, as "ValueError: no data (train.py:12)"; otherwise "".
     splits: of an all_to_all, (elements sent to each member, elements expected from each).
     """
 
@@ -81,6 +82,7 @@ class Said:
     line: int
     function: str
     via: str = ""
+    amid: str = ""
     # Of an all_to_all: how many elements this rank sends to each member, and expects from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -514,7 +516,8 @@ _NOTHING = None, None, None
 _SAID = tuple(Said.__dataclass_fields__)
 _all_said = attrgetter(*_SAID)
 # Fields that are cut or dropped, in this order, from a record that is too long for its slot.
-_SPARED = "memory", "result", "values", "via", "splits", "fingerprint", "detail", "file", "group"
+_SPARED = "memory", "result", "values", "amid", "via", "splits", "fingerprint", "detail"
+_SPARED += "file", "group"
 _SPARE = [(*_SAID, "values", "result", "memory").index(name) for name in _SPARED]
 _RANKS = _SAID.index("ranks")
 
@@ -525,9 +528,10 @@ def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     If they fit, nothing is changed. Otherwise `ranks` becomes a range or, if they aren't equally
     spaced, 2 bytes for each; `Board.record` undoes this. If that isn't enough, one field after the
     other is shortened until all fit, beginning with those that a report of a hang needs least
-    (_SPARE): memory, result, values and splits become None, the texts via, fingerprint, detail,
-    file and group are cut after 80 characters. If even that isn't enough, as for 900 ranks that
-    aren't equally spaced, the pickle is cut where the slot ends, and `Board.record` returns None.
+    (_SPARE): memory, result, values and splits become None, the texts amid, via, fingerprint,
+    detail, file and group are cut after 80 characters. If even that isn't enough, as for 900 ranks
+    that aren't equally spaced, the pickle is cut where the slot ends, and `Board.record` returns
+    None.
     said: the call's fields, except those in `kept`. kept: its record's (values, result, memory).
     """
     room = (_SLOT - _TEXT) * _WORD

@@ -10,7 +10,9 @@ import ctypes
 import os
 import select
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -54,6 +56,28 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
     except (OSError, ValueError):
         return None
     return int(code), (file, int(line), function)
+
+
+def end_child(pid: int, error: BaseException | None = None) -> None:
+    """End this process if it isn't the rank, but a child that the user's code has forked there.
+
+    Otherwise a child that leaves the user's code, perhaps by sys.exit, would report in the rank's
+    name. It ends at once: Python's own way may wait for threads of torch's, which it doesn't have.
+    pid: the rank's process id. error: the exception that ended the user's code, which decides on
+        the exit code as in Python, and is printed unless it is a SystemExit; None: it has returned.
+    """
+    if os.getpid() == pid:
+        return
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    if not isinstance(error, SystemExit | None):
+        traceback.print_exception(error)
+    elif not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    exit_at_once(code or 0)
 
 
 def exit_code(pid: int) -> int | None:

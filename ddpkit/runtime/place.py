@@ -10,6 +10,8 @@ import os
 import site
 import sys
 import sysconfig
+import threading
+import traceback
 import types
 from collections.abc import Callable
 from functools import cache
@@ -77,13 +79,15 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     via: the line of an installed framework that the user's line called and that led here, as
         "file:line:function"; "" if there is none.
     If no line is the user's, return the framework's. If the stack has no framework either, it may
-    be that of a thread of autograd. Then return the line that called backward, in whichever thread;
-    if no thread is in backward, return the line of `frame` itself.
+    be that of a thread of autograd: then return the line that called backward, in whichever thread.
+    If no thread is in backward, the call itself was handed to a thread, as by pool.submit: return
+    the line that the main thread has reached. Without that, return the line of `frame` itself.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
-        in_backward = _in_backward()
-        return _place(frame) if in_backward is None else place_in(in_backward)
+        main = sys._current_frames().get(threading.main_thread().ident)
+        other = _in_backward() or innermost(main, is_library)
+        return _place(frame) if other is None else place_in(other)
     if not is_installed(outside_torch.f_code.co_filename):
         return _place(outside_torch)
     own = innermost(outside_torch, _is_library_or_installed)
@@ -126,6 +130,23 @@ def _is_library_or_installed(file: str) -> bool:
 def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the line at which `frame` is, with "" for via."""
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""
+
+
+def handled() -> str:
+    """Return the exception that this thread is handling: "ValueError: no data (train.py:12)".
+
+    It is "" outside of `except`, and of a `finally` that an exception leads to. The line is the
+    innermost of the user's code that raised it or let it through, if there is one.
+    """
+    error = sys.exc_info()[1]
+    if error is None:
+        return ""
+    text = str(error).strip().partition("\n")[0][:100]
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+    users = [(file, line) for file, line in lines if not _is_library_or_installed(file)]
+    return f"{said} ({short_path(users[-1][0])}:{users[-1][1]})" if users else said
 
 
 def describe_place(place: tuple) -> str:

@@ -20,7 +20,7 @@ from .look import INSIDE, ON_STREAM, Look
 from .machine import FreeMemory
 from .output import Output, label, shorten
 from .place import is_installed, is_library, is_pythons
-from .report import crossed, ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
+from .report import ends_by_itself, explain_deadlock, explain_mismatch, let_go, report
 
 TICK_S = 0.05  # seconds between two reads of the board while no rank replies
 CERTAIN_S = 0.5  # seconds without progress; then a deadlock that the board proves is reported
@@ -127,7 +127,7 @@ class Watch:
                 headline = f"no result after {self.timeout:g} s."
                 advice = "Above is where every rank was: a loop without end, or a short timeout?"
                 look = Look(self.board)
-                self.fail(HangError, self._report(headline, crossed(look) or advice, look))
+                self.fail(HangError, self._report(headline, advice, look))
 
     def check_all_live(self):
         """Raise RankError if a rank has ended; called before ranks get another cell to run.
@@ -284,12 +284,10 @@ class Watch:
         """Raise HangError with a report, after printing the ranks' output.
 
         headline, advice: the report's first line, which says what happened, and its last, what to
-            do. If, for example, rank 0's third process group has other members than rank 1's third,
-            these may never connect: a text that explains this (`report.crossed`) replaces `advice`.
+            do.
         look: the state of all ranks; None: as the board shows it now.
         """
         look = look or Look(self.board)
-        advice = crossed(look) or advice
         self.fail(HangError, self._report(headline, advice, look, stuck=True))
 
     def _report(self, headline: str, advice: str, look: Look, stuck: bool = False) -> str:
@@ -305,6 +303,9 @@ class Watch:
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
+                if self.ranks[s.rank].is_stopped:
+                    s.state = "stopped by a signal, or by a debugger"
+                    continue
                 s.place = s.place or self.place(s.rank)
         return report(headline, advice, look, stuck)
 

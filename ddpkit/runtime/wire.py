@@ -33,7 +33,7 @@ from ..tools.spans import now_doing
 from ..tools.units import name_group
 from . import wording
 from .board import MESSAGES, Record, Said
-from .place import call_site
+from .place import call_site, handled
 from .recorder import Recorder, recorder
 from .streams import Cuda, Streams, StreamWork
 from .uncompiled import uncompiled
@@ -445,7 +445,8 @@ class WireGroup(dist.ProcessGroup):
             makes the call, to save time: 3 are those of `call_site`, `_record` and the method that
             calls `_record`; 4 also the caller of that method.
         """
-        said, now = words(self._member, call_site(frames), *what), time.perf_counter()
+        place = *call_site(frames), handled()
+        said, now = words(self._member, place, *what), time.perf_counter()
         return Record(said, 0, now, now, limit_s=self._limit_s)
 
     # Other methods that torch.distributed calls on a group.

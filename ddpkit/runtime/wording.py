@@ -22,7 +22,7 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 UNEQUAL = ("all_gather", "gather", "all_to_all")  # on NCCL, their sizes may differ between ranks
 REDUCTIONS = {op.value: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-Place = tuple[str, int, str, str]  # file, line, function, via: as `place.place_in` returns it
+Place = tuple[str, int, str, str, str]  # file, line, function, via: see `place.place_in`; amid
 once = lru_cache(4096)
 
 

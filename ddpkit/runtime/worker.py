@@ -93,17 +93,20 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     launch. It blocks because closing a connection early would fail ranks that still talk to it.
     """
     recorder = become_rank(assignment, pipe, lifeline)
+    pid = os.getpid()
     try:
         take_gpu(assignment)  # before tensors arrive that were on one
         with open(Path(assignment.folder) / "call", "rb") as file:
             function, args, kwargs = pickle.load(file)
         join_world(assignment, recorder)
         value = function(*args, **kwargs)
+        exits.end_child(pid)
         recorder.settle()
         save(assignment.path("result"), (value, recorder.records))
         recorder.board.set_state(assignment.rank, RETURNED)
         reply = ("done", [name for name in SLOW_IMPORTS if name in sys.modules])
     except BaseException as error:
+        exits.end_child(pid, error)
         reply = ("failed", failure(error))
     flush()
     pipe.send(reply)
@@ -122,6 +125,7 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
     rank = assignment.rank
+    pid = os.getpid()
     main_module = types.ModuleType("__main__")  # where pickle looks up names that cells define
     sys.modules["__main__"] = main_module
     names = vars(main_module)
@@ -138,10 +142,12 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
                 source, file, traced = cell
                 before = recorder.calls
                 value = run_cell(source, file, names)
+                exits.end_child(pid)
                 if traced:  # only then: a call may wait for a later cell's call on another rank
                     recorder.settle()
                 reply = ("done", (value, recorder.since(before) if traced else []))
         except BaseException as error:
+            exits.end_child(pid, error)
             reply = ("failed", failure(error))
         flush()
         board.set_state(rank, IDLE)
