@@ -1,6 +1,7 @@
 """ddpkit.audit: right trainings are the same, wrong ones are told with their factor and place."""
 
 import contextlib
+import copy
 from collections import Counter, OrderedDict
 
 import pytest
@@ -760,7 +761,7 @@ def test_bfloat16_hides_no_factor():
         of.longest, of.depth = 1000, 10
         return of
 
-    assert compare(tape(2.0), [tape(2.02)] * 2).fine
+    assert str(compare(tape(2.0), [tape(2.02)] * 2)).endswith("(float32 would show more)")
     of_one = [tape(6.0), tape(6.0)]
     of_one[1].steps[0].gradients["w"][0] *= 1.02
     assert "gradient of w: ×3, on every rank" in str(compare(tape(2.0), of_one))
@@ -965,6 +966,21 @@ def test_a_parameter_that_no_rank_has_is_told():
     alone.begin["head"] = alone.begin["w"]
     told = str(compare(alone, [tape_of(), tape_of()]))
     assert "at the start, parameter of head: ×0, on every rank" in told
+    assert "no rank has head: what is left out there?" in told
+    assert "begin alike" not in told
+
+
+def test_a_parameter_with_another_name_is_told_and_a_rename_must_fit():
+    alone, others = tape_of(name="w"), tape_of(name="w")
+    alone.begin["head"] = others.begin["lm_head"] = alone.begin["w"]
+    report = compare(alone, [others, others])
+    assert report.undecided
+    assert "no rank has head, the serial run no lm_head: if these are the same, " in str(report)
+    assert "--rename lm_head=head" in str(report)
+    assert compare(alone, [others, others], {"lm_head": "head"}).fine
+    for new, old in ("head", "lm_head"), ("lm_head", "hat"):
+        with pytest.raises(ValueError, match=f"has to one of the serial run, got {new}={old}"):
+            compare(alone, [others, others], {new: old})
 
 
 def test_an_update_more_or_less_is_told():
@@ -987,6 +1003,95 @@ def test_a_rate_that_differs_is_told():
     assert [cause[-30:] for cause in compare(serial, others).causes] == [
         "5 on rank 1, 0.25 serially (×2)"[-30:]
     ]
+
+
+def test_a_rate_that_differs_is_told_however_little_the_parameters_differ():
+    def of(rate, moved=None):
+        tape = with_gradient(random(8))
+        tape.epsilon = 1e-3
+        tape.steps[0].rates = [rate]
+        moved = rate if moved is None else moved
+        tape.steps[0].parameters = {"w": tape.begin["w"] - moved * random(8)}
+        return tape
+
+    told = str(compare(of(1e-5), [of(2e-5)] * 2))
+    assert "step 0, update of w: ×2, on every rank" in told
+    assert "learning rate 2e-05 on rank 1, 1e-05 serially (×2)" in told
+    assert "update of w: ×0, on every rank" in str(compare(of(1e-5), [of(0.0)] * 2))
+    told = str(compare(of(1e-5), [of(1e-5), of(1.1e-5)]))
+    assert "learning rate of an optimizer: not the serial one, on rank 1 only" in told
+    assert compare(of(1e-5), [of(0.5, moved=1e-5)] * 2).fine  # something else moves them
+    several = of(1e-5)
+    several.steps[0].rates = [1e-5, 1e-3]
+    assert compare(several, [of(1e-5), of(1e-3, moved=1e-5)]).fine  # a pipeline's stages
+    told = str(compare(several, [of(4e-5)] * 2))
+    assert "learning rate 4e-05 on rank 0, 1e-05 or 0.001 serially" in told
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_rates_of_all_optimizers_are_on_the_tape(order):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(model[n].parameters(), lr=n + 1.0) for n in order]
+    with Tape(1) as tape:
+        model(torch.ones(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert tape.steps[0].rates == [1.0, 2.0]
+
+
+def test_ranks_that_agree_in_groups_are_told():
+    one, other = with_gradient(random(4)), with_gradient(random(4).flip(0))
+    mean = with_gradient((random(4) + random(4).flip(0)) / 2)
+    told = str(compare(mean, [one, other, other, one]))
+    assert "their mean: ×1" in told
+    assert "gradients are equal within groups (rank 0, 3; rank 1, 2) and not among them" in told
+    assert "each rank kept its own gradient" in str(compare(mean, [one, other]))
+    told = str(compare(one, [with_gradient(2 * random(4))] * 4))
+    assert "×2: 4 ranks: their sum is divided by 2, a group's size" in told
+    assert "×2: counted twice" in told
+    told = str(compare(one, [with_gradient(random(4) / 3)] * 6))
+    assert "6 ranks: their mean is divided by 3, a group's size" in told
+
+
+def test_where_the_serial_run_has_no_gradient_that_is_said():
+    told = str(compare(tape_of(gradient=None), [tape_of()] * 2))
+    assert "gradient of w: nothing in the serial run, on every rank" in told
+    assert "frozen, or unused, in it alone?" in told
+    told = str(compare(tape_of(gradient=None, parameter=1.0), [tape_of(gradient=0.0)] * 2))
+    assert "step 0, update of w: nothing in the serial run, on every rank" in told
+    assert "w: no gradient (None) in some runs, zeros in others" in told
+
+
+class Untied(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.other = self.weight if dist.get_world_size() == 1 else nn.Parameter(1 * self.weight)
+
+    def forward(self, x):
+        return F.linear(super().forward(x), self.other)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: nn.BatchNorm1d(6), "own samples\n  1.running_mean, 1.running_var: a buffer"),
+        (lambda: nn.Dropout(0.5), "1 (Dropout): set dropout to 0, since ranks"),
+        (Untied, "1.other: only ranks have it: tied in the serial run?"),
+    ],
+)
+def test_what_ranks_compute_otherwise_in_forward_is_named(made, says):
+    def train():
+        torch.manual_seed(0)
+        model = BucketedDDP(nn.Sequential(nn.Linear(6, 6), made(), nn.Linear(6, 2)))
+        x, y = random(12, 8).float().chunk(dist.get_world_size())[dist.get_rank()].split([6, 2], 1)
+        (model(x) - y).square().mean().backward()
+        model.synchronize()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    report = same_training(train, train, world_size=3, steps=1, sgd=False)
+    assert "the serial gradient is no sum of these" in str(report)
+    assert says in str(report)
+    assert report.undecided == ("Dropout" in says)
 
 
 def test_two_optimizers_make_one_update():
@@ -1012,4 +1117,8 @@ def test_the_tolerance_of_a_long_sum_hides_no_factor():
         tape.begin["w"] = tape.begin["w"].float()
         tape.longest, tape.depth = 12_288, 75
     assert compare(alone, [alone, alone]).fine
+    deep = copy.copy(alone)
+    deep.longest = 10**9
+    told = str(compare(deep, [alone, alone]))
+    assert told.endswith("equal within 2.5e-01 (a smaller batch, or float64, would show more)")
     assert "×1.03" in str(compare(alone, [more, more]))

@@ -1,7 +1,10 @@
 """`python -m ddpkit.audit`: scripts that know nothing of it, under real torchrun."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -164,6 +167,23 @@ def test_a_script_that_trains_for_ever_is_ended(script, capsys):
     assert left.stdout == b""
 
 
+@pytest.mark.wide
+def test_a_signal_leaves_neither_processes_nor_files(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    arguments = [sys.executable, "-m", "ddpkit.audit", str(script), "--world-size", "2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=environment)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.1)
+    for _ in range(2):  # as `timeout` does
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.glob("ddpkit-audit-*")) == []
+    while subprocess.run(["pgrep", "-f", str(script)], capture_output=True, check=False).stdout:
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def drawing(tmp_path, monkeypatch):
     """Return a script that draws its samples, in the present folder."""
@@ -202,6 +222,7 @@ def test_what_a_script_that_draws_needs(drawing, capsys, options, loop, code, sa
 def test_parameters_may_have_other_names(capsys):
     options = command.parse(["a.py", "--rename", "head.weight=embed.weight", "--rename", "b=c"])
     assert options.rename == {"head.weight": "embed.weight", "b": "c"}
+    assert command.parse(["a.py", "--rename", "module.b=_orig_mod.c"]).rename == {"b": "c"}
     with pytest.raises(SystemExit):
         command.parse(["a.py", "--rename", "head.weight"])
     assert "expected --rename NAME=NAME, got head.weight" in capsys.readouterr().err

@@ -159,6 +159,7 @@ def test_what_the_format_does_not_tell_only_our_report_does(reports, name):
     report, folder = reports[name]
     assert report.startswith("mismatch: ranks 0 and 2 called ")
     assert analysers_verdict(folder) is None
+    assert "A dump holds neither root nor operation: " in explain(read_dumps(folder))
 
 
 @pytest.mark.slow
@@ -194,6 +195,53 @@ def test_a_run_without_a_mistake_has_none(tmp_path, capsys):
     assert all(collective.pass_check for collective in found)
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("no rank waits for another")
+
+
+def explained(folder, function, world_size):
+    """What our dumps say of a program that hangs."""
+    with pytest.raises(HangError) as caught:
+        launch(function, world_size=world_size)
+    caught.value.run.flight_recorder(folder)
+    return explain(read_dumps(folder))
+
+
+def test_a_receive_that_was_posted_early_is_not_waited_in(tmp_path):
+    def early():
+        rank = dist.get_rank()
+        if rank < 2:
+            message = dist.irecv(torch.ones(1), 1 - rank)
+            dist.all_reduce(torch.ones(1))
+            message.wait()
+
+    said = "ranks 0 and 1 wait in all_reduce for rank 2, which didn't come to it.\n"
+    assert explained(tmp_path, early, 3).startswith(said)
+
+
+def test_a_receive_from_any_rank_that_waits_is_in_the_dump(tmp_path):
+    def one_too_many():
+        for _ in range(2):
+            if dist.get_rank() == 0:
+                dist.recv(torch.ones(1))
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), 0)
+
+    text = explained(tmp_path, one_too_many, 2)
+    assert text.startswith("rank 0 waits in recv for rank 1, which didn't come to it.\n")
+    assert "1     recv(1 float32, src=1)    send(1 float32, dst=0)\n" in text
+    assert "2     recv(1 float32, src=any)  -\n" in text
+    assert analysers_verdict(tmp_path) is None  # it would blame all others
+
+
+def test_our_dumps_tell_tags_and_the_cpu(reports, tmp_path):
+    def tags():
+        transfer = (dist.send, dist.recv)[dist.get_rank()]
+        transfer(torch.ones(1), 1 - dist.get_rank(), tag=1 + dist.get_rank())
+
+    text = explained(tmp_path, tags, 2)
+    assert "send(1 float32, dst=1, tag=1)  recv(1 float32, src=0, tag=2)" in text
+    assert "\nTheir tags, or groups, differ: " in text
+    both = explain(read_dumps(reports["both_send"][1]))
+    assert "\nLet one side receive first, " in both
 
 
 def test_the_report_from_dumps(reports):
@@ -291,6 +339,15 @@ def nccl(*calls, ranks="[0, 1, 2]", first=0):
     return common | {"pg_status": {}, "entries": entries, "nccl_comm_state": {}}
 
 
+def of_groups(dumps):
+    """One rank's calls in several groups, {name: a dump}, in this order."""
+    config, entries = {}, []
+    for name, dump in dumps.items():
+        config[name] = dump["pg_config"]["0"]
+        entries += [entry | {"process_group": (name, name)} for entry in dump["entries"]]
+    return nccl() | {"pg_config": config, "entries": entries}
+
+
 def write(folder, dumps):
     for rank, dump in dumps.items():
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
@@ -327,6 +384,69 @@ def test_a_batch_that_waits(tmp_path):
     assert text.startswith("rank 0 waits in send for rank 1, which didn't come to it.")
 
 
+@pytest.mark.parametrize("forgotten", [1, 2])
+def test_a_batch_whose_beginning_is_forgotten_is_no_mismatch(forgotten):
+    parts = [("all_reduce", size, "scheduled") for size in (8, 16)]
+    calls = [*parts, ("coalesced", 0, "completed")], DONE
+    dumps = {rank: nccl(*calls, ranks="[0, 1]") for rank in (0, 1)}
+    del dumps[1]["entries"][:forgotten]
+    assert explain(dumps).startswith("no rank waits")
+
+
+def test_the_end_of_a_batch_of_messages_alone_is_no_call():
+    dumps = {0: nccl(batch("send 0->1"), DONE, ranks="[0, 1]")}
+    dumps[1] = nccl(batch("recv 1<-0"), DONE, ranks="[0, 1]")
+    del dumps[1]["entries"][0]
+    assert explain(dumps).startswith("no rank waits")
+
+
+def test_a_rank_in_a_chain_is_not_blamed():
+    stuck = of_groups({"1": nccl(STUCK, ranks="[1, 2]")})
+    for call, rank in ((("recv 0<-1", 4, "started"), 1), (STUCK, 0)):  # 0 waits for 1, and for both
+        said = f"rank {rank} waits in {STUCK[0]} for rank 2, which didn't come to it.\n"
+        assert explain({0: nccl(call), 1: stuck, 2: nccl()}).startswith(said)
+
+
+def test_messages_name_ranks_of_the_world():
+    text = explain({4: nccl(("recv 0<-1", 4, "started"), ranks="[4, 5]"), 5: nccl(ranks="[4, 5]")})
+    assert "rank 4: waiting for rank 5 in recv(4 float32, src=5)\n" in text
+
+
+def test_a_group_whose_members_no_dump_names_has_those_that_made_a_call():
+    """As torch's recorder of Gloo leaves it: rank 1 isn't in the group."""
+    dumps = {rank: of_groups({"0": nccl(DONE), "1": nccl(DONE, STUCK)}) for rank in (0, 2)}
+    dumps[1] = nccl(DONE)
+    for dump in dumps.values():
+        dump["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    said = "ranks 0 and 2 wait in _all_gather_base; the dump doesn't say for whom.\n"
+    assert explain(dumps).startswith(said)
+    del dumps[2]["entries"][-1]
+    text = explain(dumps)
+    assert text.startswith("rank 0 waits in _all_gather_base for rank 2, which didn't come to it.")
+    assert 'Their calls in group "1" (≠: here they differ):\n' in text
+    assert text.endswith("don't name the members of this group: one that made no call isn't seen.")
+
+
+def test_calls_that_the_board_forgets_were_made():
+    """Rank 1 has made the call of group 2 before, or queued it after, 300 others."""
+    waits = nccl(STUCK, ranks="[0, 1]")
+    over = nccl((STUCK[0], 8, "completed"), ranks="[0, 1]")
+    others = nccl(*[DONE] * 300, ranks="[1, 2]")
+    queue = nccl(*[("all_reduce", 8, "scheduled")] * 300, ranks="[1, 2]")
+    dumps = {0: of_groups({"2": waits}), 2: of_groups({"1": others})}
+    dumps[1] = of_groups({"2": over, "1": others})
+    said = "rank 0 is still in _all_gather_base, which is over for rank 1.\n"
+    assert explain(dumps).startswith(said)
+    del dumps[1]["entries"][0]
+    dumps[1]["entries"][0]["record_id"] = 1
+    said = "rank 0 waits in _all_gather_base for rank 1, which didn't come to it, as far as one can"
+    assert explain(dumps).startswith(said)
+    dumps[1] = of_groups({"1": queue, "2": waits})
+    dumps[2]["entries"] = []
+    said = "rank 1 waits in all_reduce for rank 2, which didn't come to it.\n"
+    assert explain(dumps).startswith(said)
+
+
 def test_collectives_in_a_batch_are_compared_one_by_one():
     def dump(*sizes):
         parts = [("all_reduce", size, "scheduled") for size in sizes]
@@ -342,7 +462,15 @@ def test_views_of_another_shape_and_what_only_a_root_hands_in_are_no_mismatch():
     dumps[1]["entries"][0] |= {"input_sizes": [], "input_dtypes": [], "output_sizes": [[2, 3]]}
     assert explain(dumps).startswith("no rank waits")
     uneven = {rank: nccl(("all_to_all", 6 + rank, "started"), ranks="[0, 1]") for rank in (0, 1)}
-    assert explain(uneven).startswith("no rank waits")
+    text = explain(uneven)
+    assert text.startswith("no rank waits")
+    assert "≠" not in text
+    for rank, dump in uneven.items():  # each goes on to another group
+        uneven[rank] = of_groups({"0": dump, f"{rank + 1}": nccl(STUCK, ranks="[0, 1]")})
+        uneven[rank]["entries"][0]["state"] = "completed"
+    text = explain(uneven)
+    assert text.startswith("deadlock: each waits for another")
+    assert "≠" not in text
 
 
 def test_a_recorder_that_was_too_short_for_all_calls():
@@ -352,7 +480,7 @@ def test_a_recorder_that_was_too_short_for_all_calls():
     dumps[1] = nccl(*receives, late, ranks="[0, 1]", first=70)
     text = explain(dumps)
     assert text.startswith("rank 1 waits in recv for rank 0, which didn't come to it.")
-    assert "\n5     send(4 float32, 0->1)  recv(4 float32, 1<-0)\n6 ≠   -  " in text
+    assert "\n5     send(4 float32, dst=1)  recv(4 float32, src=0)\n6 ≠   -  " in text
     dumps[0] = nccl(*sends, ("send 0->1", 4, "started"), ranks="[0, 1]", first=90)
     assert explain(dumps).startswith("no rank waits")
 
@@ -456,7 +584,10 @@ def spoilt(**fields) -> dict:
         (pickle.dumps(spoilt(frames=[{"name": 1, "filename": 2, "line": "x"}])), "got "),
         (pickle.dumps(GOOD | {"pg_config": {"0": 7}}), "expected the ranks of each group"),
         (pickle.dumps(GOOD | {"pg_config": {"0": {"ranks": "[3]"}}}), "whose name ends in 0"),
-        (pickle.dumps(GOOD | {"pg_config": {"0": {"ranks": "[0, 9999999999]"}}}), "expected dumps"),
+        (
+            pickle.dumps(GOOD | {"pg_config": {"0": {"ranks": f"[0, 1, {10**25}]"}}}),
+            "ranks 0, 1 an",
+        ),
         (None, "expected a folder of dumps, rank_0, rank_1, ..., got"),
     ],
     ids=[
@@ -475,6 +606,13 @@ def test_what_is_no_dump_is_refused_and_never_executed(
     assert main([str(folder)]) == 1
     assert says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_log_beside_dumps_hides_none(tmp_path, capsys):
+    write(tmp_path, {0: GOOD})
+    (tmp_path / "train.log").write_text("epoch 1\n")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("no rank waits for another")
 
 
 def test_two_dumps_of_a_rank_are_refused(tmp_path):

@@ -860,13 +860,40 @@ def test_a_call_made_amid_an_error_names_it():
     )
 
 
+def test_an_error_that_cannot_be_printed_does_no_harm():
+    class Mute(Exception):
+        def __str__(self):
+            raise IndexError
+
+    def reduces():
+        try:
+            raise Mute(torch.ones(1))
+        except Mute:
+            dist.all_reduce(torch.ones(2))
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(2))
+
+    text = report(reduces, times=1)
+    assert "while it handles Mute (" in text
+    assert "while it handles an exception" in text
+
+
+def test_what_all_ranks_handle_is_not_the_reason(board):
+    for rank in range(3):
+        board.put(rank, 0, call(ranks=(0, 1, 2), amid="KeyError"))
+        board.set_waiting(rank, 0)
+    assert words.report("stuck", "do", Look(board)).endswith("\n\ndo")
+
+
 def test_a_call_that_a_pool_makes_names_the_line_of_the_main_thread():
     def hands_over():
         with ThreadPoolExecutor(1) as pool:
             if dist.get_rank() == 0:
                 pool.submit(dist.all_reduce, torch.ones(2)).result()
 
-    assert "\n  " + line(hands_over, 3) in report(hands_over)
+    text = report(hands_over)
+    assert "\n  " + line(hands_over, 3) in text
+    assert "\n  by way of concurrent/futures/thread.py:" in text
 
 
 def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):

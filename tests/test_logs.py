@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,9 @@ TOLD = {
     "these still waited for it, or the log of another machine has the cause. The ranks in this log"
     ": "
     f"Rank 0 lost its connection to another rank, {CALL}",
-    "early": "rank 1 raised RuntimeError: no such file: tokens.bin train.py:8: raise "
-    'RuntimeError("no such file: tokens.bin") The others fell because of it: Rank 0 was ended by '
+    "early": "rank 1 perhaps raised RuntimeError: no such file: tokens.bin train.py:8: raise "
+    'RuntimeError("no such file: tokens.bin") Or that was caught: torch put no rank before this '
+    "traceback. The others fell because of it: Rank 0 was ended by "
     "torchrun, by SIGTERM, because of rank 1.",
 }
 
@@ -247,3 +249,127 @@ def test_a_rank_that_was_killed_and_started_again_is_named(tmp_path):
     assert explain_log(read_log([log])).startswith("rank 1 of this machine was killed by SIGKILL.")
     log.write_text(f"{line}-15) local_rank: 0 (pid: 3)\n")
     assert explain_log(read_log([log])).startswith("no rank in this log fell by itself.")
+
+
+BARE = KEYS.replace("[rank1]: ", "")
+LOST = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 9, in <module>
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:9
+"""
+
+
+def told(tmp_path, text, **codes) -> str:
+    """The explanation of a log: a text, and torchrun's summary {"_0": its exit code}."""
+    lines = "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 7{0})\n"
+    summary = "".join(lines.format(rank[1:], code) for rank, code in codes.items())
+    (tmp_path / "log.txt").write_bytes(f"{text}ChildFailedError\n{summary}".encode())
+    return explain(tmp_path / "log.txt")
+
+
+def test_a_rank_that_torchrun_ended_had_caught_what_it_logged(tmp_path):
+    teed = BARE.replace("\n", "\n[default0]:").removesuffix("[default0]:")
+    text = f"[default0]:{teed}[default1]:[rank1]: Traceback (most recent call last):\n"
+    said = told(tmp_path, f"{text}[default1]:[rank1]: ValueError: empty\n", _0=-15, _1=1)
+    assert said.startswith("rank 1 raised ValueError: empty The others")
+    assert said.endswith("Rank 0 was ended by torchrun, by SIGTERM, because of rank 1.")
+    assert told(tmp_path, KEYS, _1=-15).startswith("rank 1 raised KeyError")  # it hung at its end
+
+
+def test_a_traceback_without_a_rank_is_perhaps_that_of_the_silent_one(tmp_path):
+    said = told(tmp_path, BARE + LOST, _0=-15, _1=1)
+    assert said.startswith("rank 1 perhaps raised KeyError: 'x' train.py:3 in f Or that was caught")
+    said = told(tmp_path, f"[rank1]: a warning\n{BARE}{LOST}", _0=-15, _1=1)
+    assert said.startswith("rank 1 exited with code 1. The others fell")  # torch knew its rank
+    assert told(tmp_path, BARE).startswith("rank ? perhaps raised KeyError: 'x' train.py:3 in f")
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (99, "signal 99")])
+def test_a_signal_to_torchrun_itself(number, name, tmp_path):
+    ended = KEYS.replace("KeyError: 'x'", "KeyboardInterrupt") if number == 2 else ""
+    ended += BARE.replace("KeyError: 'x'", f"SignalException: Process 9 got signal: {number}")
+    assert told(tmp_path, ended).startswith(f"torchrun itself got {name}, and ended its ranks.")
+
+
+def test_exit_codes_do_not_say_who_was_first(tmp_path):
+    alike = "rank 0 exited with code 2. Rank 1 failed in the same way."
+    assert told(tmp_path, "", _1=2, _0=2) == alike
+    assert told(tmp_path, "", _0=1, _1=3) == (
+        "rank 0 exited with code 1. Or one of these fell first: exit codes don't say in which "
+        "order. Rank 1 exited with code 3."
+    )
+
+
+def test_another_rank_is_no_reason_for_a_sigkill_unless_torchrun_sent_it(tmp_path):
+    assert told(tmp_path, "", _0=1, _1=-9).startswith("rank 1 was killed by SIGKILL")
+    forced = "W1128 api.py:1048] Unable to shutdown process 70 via SIGTERM, forcefully exiting\n"
+    assert told(tmp_path, KEYS + forced, _0=-9, _1=1).startswith("rank 1 raised KeyError")
+
+
+def test_windows_line_ends(tmp_path):
+    text = f"{LOST}\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+    assert told(tmp_path, text.replace("\n", "\r\n")).startswith("rank 1 was killed by SIGKILL.")
+
+
+def test_only_the_last_attempt_of_a_torchrun_is_read(tmp_path):
+    failed = "E1128 10:33:00 {} torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local\n"
+    old = LOST.replace("rank0", "rank2").replace("RuntimeError: Connection", "OSError:")
+    said = told(tmp_path, old + failed.format(8) + KEYS + failed.format(8), _1=1, _2=-15)
+    assert said.startswith("rank 1 raised KeyError")
+    assert "OSError" not in said
+    assert said.endswith("Left out is what is older than the last attempt.")
+    said = told(tmp_path, old + failed.format(8) + KEYS + failed.format(9), _1=1, _2=1)
+    assert said.startswith("rank 2 raised OSError")  # that of another machine
+    ended = f"{old}{failed.format(8)}ChildFailedError\n{KEYS}{failed.format(8)}"
+    assert told(tmp_path, ended, _1=1, _2=1).startswith("rank 2 raised OSError")  # in a container
+
+
+def test_only_the_newest_run_of_a_folder_is_read(tmp_path):
+    """Machines of one run have folders of their own, and count their attempts themselves."""
+    folders = ["a_12345678/attempt_1", "b_12345678/attempt_0", "b_23456789/attempt_2"]
+    folders += ["b_34567890/attempt_0", "b_34567890/attempt_1"]
+    for now, folder in zip([1000, 2000, 3000, 3001, 3002], folders, strict=True):
+        (tmp_path / folder / "0").mkdir(parents=True)
+        (tmp_path / folder / "0" / "stderr.log").write_text(KEYS)
+        for path in (tmp_path / folder / "0" / "stderr.log", tmp_path / folder):
+            os.utime(path, (now, now))
+    found = [str(file.parent.parent.relative_to(tmp_path)) for file in find_logs(tmp_path)]
+    assert found == [folders[2], folders[4]]
+    said = explain(tmp_path)
+    assert said.endswith(f"Left out is what is older than {folders[2]} and {folders[4]}.")
+    assert "Left out" not in explain(tmp_path / folders[0])  # there is nothing older
+
+
+COLOURED = KEYS.replace("KeyError", "\x1b[1;35mKeyError\x1b[0m").replace("Trace", "\x1b[31mTrace")
+LOCAL = KEYS.replace("Key", "f.<locals>.Key")
+IN_A_GROUP = """\
+[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "train.py", line 5, in <module>
+[rank1]:   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | Traceback (most recent call last):
+[rank1]:     |   File "train.py", line 3, in f
+[rank1]:     | KeyError: 'x'
+[rank1]:     +------------------------------------
+"""
+
+
+@pytest.mark.parametrize("text", [f"\r 20%|## [00:00, 1.0it/s]{KEYS}", COLOURED, LOCAL, IN_A_GROUP])
+def test_a_traceback_is_found(text, tmp_path):
+    assert told(tmp_path, text, _1=1) == "rank 1 raised KeyError: 'x' train.py:3 in f"
+    assert told(tmp_path, f"[step12]: loss 2.3\n{text}").endswith("train.py:3 in f")
+
+
+def test_nccl_lost_its_peer(tmp_path):
+    lost = "DistBackendError: NCCL error in: x.cpp:9, remote process exited or there was a network "
+    said = told(tmp_path, KEYS.replace("KeyError: 'x'", f"{lost}error, NCCL version 2.27.3"))
+    assert said.startswith("no rank in this log fell by itself.")
+
+
+def test_the_watchdog_counts_in_the_group_and_torch_in_the_world(tmp_path):
+    second = WATCHDOG.format(3).replace("[Rank 3]", "[Rank 1]")
+    said = told(tmp_path, second, _2=-15, _3=-6)
+    assert said.startswith("rank 3 waited in allreduce, until NCCL's watchdog ended it.")
+    begun = time.process_time()
+    told(tmp_path, "[Rank 0] " * 40_000)
+    assert time.process_time() - begun < 5

@@ -123,6 +123,13 @@ def asks_and_goes_on():
         dist.recv(x, 0, tag=3)
 
 
+def polls():
+    if dist.get_rank() == 0:
+        handle = dist.irecv(torch.zeros(1), 1)
+        while not handle.is_completed():
+            time.sleep(0.01)
+
+
 def one_raises():
     if dist.get_rank() == 1:
         raise ValueError("no")
@@ -188,7 +195,7 @@ def doubled():
 def recorded(fn, *args, world_size=2):
     """The Run of `fn`, or the error it ended in."""
     try:
-        return launch(fn, *args, world_size=world_size, keep_values=True)
+        return launch(fn, *args, world_size=world_size, keep_values=True, hang_after=2)
     except LaunchError as error:
         return error
 
@@ -256,6 +263,7 @@ WRONG = {
         "3. rank 0 waits here for ever: no message comes from rank 1",
         "4. rank 1 waits here for ever: no message comes from rank 0",
     ],
+    (polls, 2): ["1. rank 0 waits here for ever: no message comes from rank 1"],
     (one_stays_away, 3): [f"{WAIT}which never calls it"],
     (one_is_forgotten, 3): [
         "1. rank 0 sends [1, 2] to rank 1",

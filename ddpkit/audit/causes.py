@@ -11,8 +11,8 @@ from math import log2
 import torch
 from torch import Tensor
 
-from .ratios import epsilon, near, ratio
-from .report import SHOWN, Difference
+from .ratios import alike, epsilon, near, ratio
+from .report import NOTHING, SHOWN, Difference
 from .shares import kept, shares
 from .tape import SOME, Step, Tape
 
@@ -21,6 +21,7 @@ NO_FACTOR = (
     "no one factor: the mean of unequal parts' means, other data, a stale or partial sum, "
     "a missing term, a function of parts (Muon's, a norm's) where that of the whole is due"
 )
+MASKS = "set dropout to 0, since ranks that share a batch out can't draw the serial run's masks"
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 
 
@@ -41,7 +42,7 @@ def explained(found: list[Difference], ranks: int, ours: Step, theirs: list[Step
                 f"the last of {micro_batches} micro-batches is averaged, the others aren't: what a "
                 "hook gets is one backward's gradient, not the sum in .grad"
             )
-        elif said := of_micro_batches(difference, ours, theirs):
+        elif said := of_micro_batches(difference, ours, theirs) or of_groups(difference, theirs):
             causes.append(said)
         else:
             causes += suggestions(difference, ranks, micro_batches, len(ours.losses) or 1)
@@ -76,6 +77,25 @@ def written_between(step: int, ours: Step, theirs: list[Step]) -> list[str]:
     ]
 
 
+def of_the_forward(ours: Step, theirs: list[Step]) -> tuple[list[str], bool]:
+    """Return (sentences on what ranks compute otherwise in forward, whether they draw dropout)."""
+    found: dict[str, dict[str, None]] = {}  # names, by what is said of them
+    within = max(FITS, 4 * epsilon(ours.buffers))
+    for step in theirs:
+        for name, kind in step.mixing.items():
+            said = MASKS if "Dropout" in kind else "statistics of a rank's own samples"
+            found.setdefault(said, {})[f"{name} ({kind})"] = None
+        for name in step.gradients:
+            if name not in ours.gradients:
+                found.setdefault("only ranks have it: tied in the serial run?", {})[name] = None
+        for name, x in step.buffers.items():
+            due = ours.buffers.get(name, x)
+            if due.shape == x.shape and not ratio(x, due, within, 0.0)[2]:
+                found.setdefault("a buffer that isn't the serial run's", {})[name] = None
+    told = [f"{', '.join([*names][:SHOWN])}: {said}" for said, names in found.items()]
+    return told, MASKS in found
+
+
 def steps_apart(theirs: list[Step]) -> str:
     """Say after how many backwards each rank updates; "" if equally many, or a rank has no loss."""
     counts: dict[int, list[str]] = {}
@@ -95,6 +115,25 @@ def of_micro_batches(found: Difference, ours: Step, theirs: list[Step]) -> str:
     if found.own:
         return kept(found.names, theirs)
     return shares(found.names, ours, theirs) if found.all and found.factor is None else ""
+
+
+def of_groups(found: Difference, theirs: list[Step]) -> str:
+    """Return a sentence on the groups of ranks that hold equal gradients, or "" if none do."""
+    groups: dict[int, list[str]] = {}  # by the first rank of each
+    for rank in found.ranks if found.own else ():
+        same = (first for first in groups if agree(found.names, theirs[first], theirs[rank]))
+        groups.setdefault(next(same, rank), []).append(str(rank))
+    if not 1 < len(groups) < len(found.ranks):
+        return ""
+    told = "; ".join(f"rank {', '.join(ranks)}" for ranks in groups.values())
+    return (
+        f"gradients are equal within groups ({told}) and not among them: nobody averages them over "
+        "all ranks, or it is done over another axis of a mesh"
+    )
+
+
+def agree(names: list[str], one: Step, other: Step) -> bool:
+    return all(alike([one.gradients.get(name), other.gradients.get(name)]) for name in names)
 
 
 def last_is_shared(names: list[str], ours: Step, theirs: list[Step]) -> bool:
@@ -147,12 +186,14 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
         return [f"each rank kept its own gradient, whose mean is ×{found.factor:.4g}"]
     if not found.all:
         return [f"other ranks are right: what does rank {found.ranks[0]} do alone?"]
+    if found.part == NOTHING:
+        return ["the serial run has no gradient there, or zeros: frozen, or unused, in it alone?"]
     if found.factor is None:
         return [NO_FACTOR]
     if near(found.factor, 1):
         return ["nearly the same: other roundings, another dtype on the way, or a small term"]
     if found.factor == 0:
-        return ["no gradient arrived: a hook that isn't armed, or zero_grad at the wrong place"]
+        return ["no gradient arrived: frozen, a hook not armed, or zero_grad at the wrong place"]
     w = f"{ranks} ranks"
     m = f"{micro_batches} micro-batches"
     table = [
@@ -164,9 +205,12 @@ def suggestions(found: Difference, ranks: int, micro_batches: int, serial: int) 
         (ranks * micro_batches if micro_batches > 1 else 1, f"{w}, {m}: divided by neither"),
         (ranks**2, f"{w}: summed over them twice"),
     ]
+    for part in [n for n in range(2, ranks) if ranks % n == 0]:  # sizes of groups
+        table.append((part, f"{w}: their sum is divided by {ranks // part}, a group's size"))
+        table.append((1 / part, f"{w}: their mean is divided by {part}, a group's size"))
     causes = [cause for value, cause in table if value != 1 and near(found.factor, value)]
-    if not causes and near(found.factor, 2):
-        causes = ["counted twice: a tied weight, or a hook that runs two times"]
+    if near(found.factor, 2) and 2 not in (ranks, micro_batches):
+        causes.append("counted twice: a tied weight, or a hook that runs two times")
     if not causes and is_loss_scale(found.factor):
         causes = [f"2^{log2(found.factor):.0f}: a loss's scale, put in or taken out only"]
     if not causes:
@@ -239,18 +283,36 @@ def added_too_often(difference: Tensor, name: str, serial: Tape) -> str:
     return ""
 
 
+def wrong_rates(ours: Step, theirs: list[Step]) -> dict[int, float]:
+    """Return {rank: its first learning rate that no group of the serial run has}."""
+    found: dict[int, float] = {}
+    for rank, taken in enumerate(theirs):
+        for rate in taken.rates if ours.rates else []:
+            if not any(near(rate, due) for due in ours.rates):
+                found.setdefault(rank, rate)
+    return found
+
+
 def of_the_update(step: int, found: list[Difference], ours: Step, theirs: list[Step]) -> list[str]:
     """Return causes of differing updates: ranks' wrong learning rates, or one hint if all agree."""
     causes = []
-    for rank, taken in enumerate(theirs):
-        pairs = list(zip(taken.rates, ours.rates, strict=False))
-        wrong = [(got, due) for got, due in pairs if not near(got, due)]
-        if wrong:
-            got, due = wrong[0]
-            ratio = f" (×{got / due:.4g})" if due else ""
-            causes.append(f"learning rate {got:.4g} on rank {rank}, {due:.4g} serially{ratio}")
+    for rank, got in wrong_rates(ours, theirs).items():
+        rates, due = theirs[rank].rates, ours.rates
+        due = [due[rates.index(got)]] if len(rates) == len(due) else due
+        times = f" (×{got / due[0]:.4g})" if len(due) == 1 and due[0] else ""
+        serially = " or ".join(f"{rate:.4g}" for rate in due)
+        causes.append(f"learning rate {got:.4g} on rank {rank}, {serially} serially{times}")
     if causes:
         return causes
+    present = {}
+    for name in chain(*(difference.names for difference in found)):
+        steps = [ours, *(taken for taken in theirs if name in taken.gradients)]
+        present[name] = {taken.gradients.get(name) is not None for taken in steps}
+    if none := [name for name, kinds in present.items() if len(kinds) > 1]:
+        return [
+            f"{', '.join(none[:SHOWN])}: no gradient (None) in some runs, zeros in others: the "
+            "optimizer leaves out the first, decay and momentum move the second"
+        ]
     if all(difference.factor == 0 for difference in found):
         return [
             "gradients agree, but nothing moves: the optimizer holds other tensors than the model, "

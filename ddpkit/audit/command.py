@@ -34,10 +34,10 @@ from pathlib import Path
 from torch import Tensor
 
 from . import script as runner
-from .compare import compare
+from .compare import compare, with_names
 from .report import Report
 from .samples import Rows
-from .tape import Tape
+from .tape import Tape, plain_name
 
 LOOK_S = 0.1
 GRACE_S = 5.0  # for torchrun to end its ranks
@@ -80,7 +80,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.parallel = options.parallel or options.serial
     if not all(pair.count("=") == 1 for pair in options.rename):
         parser.error(f"expected --rename NAME=NAME, got {' '.join(options.rename)}")
-    options.rename = dict(pair.split("=") for pair in options.rename)
+    pairs = [map(plain_name, pair.split("=")) for pair in options.rename]
+    options.rename = dict(pairs)
     options.arguments = after if dashes else []
     return options
 
@@ -124,7 +125,7 @@ def audit(options: argparse.Namespace) -> Report:
         if options.ranks_samples:
             given["samples"] = samples_of(together)
         if options.ranks_parameters:
-            given["parameters"] = parameters_of(together)
+            given["parameters"] = with_names(parameters_of(together), options.rename)
         (alone,) = tapes(options.serial, ours, 1, sgd, options, alone=two, given=given)
         try:
             report = compare(alone, together, options.rename)

@@ -10,22 +10,34 @@ within 6·√n·ε (Higham and Mary 2019). The smaller of the two is taken, sinc
 otherwise hide a factor. Each of the d layers with parameters hands its error to the next: to first
 order, gradients of two right runs differ by no more than d times that. Each update adds its error
 to those before it, so step s is allowed s + 1 times as much. ε is that of the narrowest dtype of
-the serial parameters. In bfloat16 the product may exceed the tensor itself, and anything would
-pass: LOOSEST is the most that is allowed, and right runs stay far below it. Between exact twins
-(`to_the_bit`) the tolerance is 0.
+the serial parameters and, after the start, of what modules return (autocast). In bfloat16 the
+product may exceed the tensor itself, and anything would pass: LOOSEST is the most that is allowed,
+and right runs stay far below it. Between exact twins (`to_the_bit`) the tolerance is 0.
 """
 
 import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
+import torch
 from torch import Tensor
 
-from .causes import NO_FACTOR, explained, first_output, of_the_update, steps_apart, written_between
-from .ratios import LOOSEST, added, alike, apart, epsilon, mean_of, part_that_differs, ratio
-from .report import Difference, Report
+from .causes import (
+    NO_FACTOR,
+    explained,
+    first_output,
+    of_the_forward,
+    of_the_update,
+    steps_apart,
+    written_between,
+    wrong_rates,
+)
+from .ratios import LOOSEST, added, alike, apart, epsilon, mean_of, near, part_that_differs, ratio
+from .report import NOTHING, SHOWN, Difference, Report
 from .samples import other_samples
+from .shares import OTHER_TERMS
 from .tape import Step, Tape
 
 FLOOR = 1e-3  # of all tensors together: one that is shorter is judged as if it had this length
@@ -43,34 +55,50 @@ def compare(
     order. rename: {parameter's name in the parallel model: in the serial one}. to_the_bit: allow no
     roundings, for exact twins. A rank may lack tensors that another has (a pipeline's). Parameters
     that the serial model lacks aren't compared, nor steps that a tape lacks.
-    ValueError: a rank and the serial run have no parameter's name in common.
+    ValueError: a rank and the serial run have no parameter's name in common, or no rank has a name
+    in `rename`, or the serial run hasn't.
     """
     rename = rename or {}
+    check_rename(serial, parallel, rename)
     for tape in parallel:
         check_names(serial, tape, rename)
     parallel = [with_serial_names(tape, rename) for tape in parallel]
     steps = min(len(tape.steps) for tape in (serial, *parallel))
-    tolerance = 0.0 if to_the_bit else first_tolerance(serial)
+    largest = max(epsilon(serial.begin), serial.epsilon)
+    tolerance = 0.0 if to_the_bit else allowed_by(largest, serial)
     report = Report(steps, len(serial.begin), tolerance)
+    if largest <= torch.finfo(torch.float32).eps:
+        report.finer = "a smaller batch, or float64,"
     ranks = len(parallel)
 
     def differing(step: int, what: str, expected: dict, of: list[dict], before=None) -> bool:
-        allowed = min(LOOSEST, tolerance * max(1, step + 1))
+        allowed = min(LOOSEST, tolerance * (step + 1))
+        if step < 0 and not to_the_bit:  # nothing has been computed yet
+            allowed = allowed_by(epsilon(serial.begin), serial)
         report.differences += judge(step, what, expected, of, allowed, before)
         return bool(report.differences)
 
+    lost, elsewhere = other_names(serial, parallel)
+    if elsewhere:
+        report.undecided = True
+        report.causes.append(elsewhere)
+        return report
     parts = other_shapes(serial, parallel)
     if differing(-1, "parameter", serial.begin, [tape.begin for tape in parallel]):
         report.undecided = bool(parts)
-        report.causes += parts or [
-            "the runs don't begin alike: other seeds (--seed), ranks that draw only their own "
-            "layers (--ranks-parameters), nobody broadcasts, or one loads what another has saved "
-            "(--apart)"
-        ]
+        report.causes += parts
+        if lost and not parts:
+            report.causes.append(f"no rank has {', '.join(lost[:SHOWN])}: what is left out there?")
+        if not parts and any(difference.names != lost for difference in report.differences):
+            report.causes.append(
+                "the runs don't begin alike: other seeds (--seed), ranks that draw only their own "
+                "layers (--ranks-parameters), nobody broadcasts, or one loads what another has "
+                "saved (--apart)"
+            )
         return report
     for step in range(steps):
-        ours = serial.steps[step]
         theirs = [tape.steps[step] for tape in parallel]
+        ours = serial.steps[step]
         if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
@@ -83,6 +111,10 @@ def compare(
             if not causes or (causes == [skipped] and step == 0):
                 factors = explained(report.differences, ranks, ours, theirs)
                 causes += [cause for cause in factors if not causes or cause != NO_FACTOR]
+            if not {NO_FACTOR, OTHER_TERMS}.isdisjoint(causes):
+                hints, draws = of_the_forward(ours, theirs)
+                causes += hints
+                report.undecided = report.undecided or draws
             report.causes += causes
             if step == 0 and (where := first_output(serial, parallel, tolerance)):
                 report.causes = [where, *(cause for cause in report.causes if cause != NO_FACTOR)]
@@ -90,7 +122,8 @@ def compare(
         # Gradients agree here, so what differs now comes from the update alone.
         before = serial.steps[step - 1].parameters if step else serial.begin
         after = [taken.parameters for taken in theirs]
-        if differing(step, "update", ours.parameters, after, before):
+        report.differences += at_other_rates(step, before, ours, theirs)
+        if report.differences or differing(step, "update", ours.parameters, after, before):
             report.causes += of_the_update(step, report.differences, ours, theirs)
             break
     else:
@@ -104,6 +137,30 @@ def compare(
 def moves(step: Step) -> bool:
     """Return whether a step has a gradient that isn't 0."""
     return any(gradient is not None and gradient.any() for gradient in step.gradients.values())
+
+
+def at_other_rates(step: int, before: Mapping, ours: Step, theirs: list[Step]) -> list[Difference]:
+    """List updates that differ where ranks have other learning rates, however short they are.
+
+    before: the serial parameters before the step. If all updates agree, to a quarter (`LOOSEST`),
+    the rates are listed, or [] if one is farther off: then it isn't what moves the parameters.
+    """
+    wrong = wrong_rates(ours, theirs)
+    if not wrong:
+        return []
+    start = {name: before[name] for name in ours.parameters if name in before}
+    due, *added = [moved(start, taken.parameters) for taken in (ours, *theirs)]
+    found = judge(step, "update", due, added, LOOSEST)
+    for got in wrong.values():
+        if found or not any(near(got, x, LOOSEST) for x in ours.rates):
+            return found
+    where = tuple(wrong), len(wrong) == len(theirs)
+    other = "not the serial one"
+    return [Difference(step, "learning rate", ["an optimizer"], *where, None, 0.0, part=other)]
+
+
+def moved(before: Mapping, after: Mapping) -> dict[str, Tensor]:
+    return {name: after[name].double() - x.double() for name, x in before.items() if name in after}
 
 
 def unequal_steps(serial: Tape, parallel: list[Tape]) -> list[str]:
@@ -130,6 +187,40 @@ def check_names(serial: Tape, tape: Tape, rename: dict[str, str]) -> None:
     if serial.begin and theirs and not theirs & set(serial.begin):
         got = f"{next(iter(tape.begin))!r} on rank {tape.rank}, {next(iter(serial.begin))!r} in the"
         raise ValueError(f"expected parameters of the same names, got {got} serial run: use rename")
+
+
+def check_rename(serial: Tape, parallel: list[Tape], rename: dict[str, str]) -> None:
+    theirs = set(chain(*map(all_names, parallel)))
+    due = all_names(serial)
+    for new, old in rename.items() if theirs and due else ():
+        if new not in theirs or old not in due:
+            wanted = "expected to rename a parameter that a rank has to one of the serial run"
+            raise ValueError(f"{wanted}, got {new}={old}")
+
+
+def all_names(tape: Tape) -> set[str]:
+    """Return the names of all parameters, also of modules first called after the beginning."""
+    return set(tape.begin).union(*(step.parameters for step in tape.steps))
+
+
+def other_names(serial: Tape, parallel: list[Tape]) -> tuple[list[str], str]:
+    """Return (serial parameters that no rank has, a sentence on those that only ranks have).
+
+    The sentence is "" if none of these has the shape of a lost one.
+    """
+    theirs = {name: x for tape in parallel for name, x in tape.begin.items()}
+    lost = {name: x for name, x in serial.begin.items() if name not in theirs}
+    shapes = [x.shape for x in lost.values()]
+    new = [n for n, x in theirs.items() if n not in serial.begin and x.shape in shapes]
+    if not new:
+        return [*lost], ""
+    first = theirs[new[0]]
+    fitting = [name for name, x in lost.items() if x.shape == first.shape]
+    old = next((name for name in fitting if torch.equal(lost[name], first)), fitting[0])
+    return [*lost], (
+        f"no rank has {', '.join([*lost][:SHOWN])}, the serial run no {', '.join(new[:SHOWN])}: if "
+        f"these are the same, --rename {new[0]}={old}, for each"
+    )
 
 
 def with_serial_names(tape: Tape, rename: dict[str, str]) -> Tape:
@@ -187,9 +278,10 @@ def with_names(by_name: Mapping, rename: dict[str, str]) -> dict:
     return {rename.get(name, name): value for name, value in by_name.items()}
 
 
-def first_tolerance(serial: Tape) -> float:
+def allowed_by(largest: float, serial: Tape) -> float:
+    """Return the tolerance of the first step, for numbers with an ε of `largest`."""
     terms = min(serial.longest, 6 * serial.longest**0.5)
-    return min(LOOSEST, epsilon(serial.begin) * terms * max(1, serial.depth))
+    return min(LOOSEST, largest * terms * max(1, serial.depth))
 
 
 def judge(
@@ -243,6 +335,7 @@ def judge(
         if factors == {None}:
             parts = {part_that_differs(values[rank], x, within, least) for rank in wrong}
             part = parts.pop() if len(parts) == 1 else ""
+            part = part or ("" if x is not None and x.any() else NOTHING)
         if len(holders) > 1 and (len(factors) > 1 or factors == {None}):
             mean = mean_of(list(values.values()))
             of_mean, left, _ = ratio(mean, x, within, least)

@@ -6,6 +6,7 @@ from .ratios import LOOSEST, near
 
 SHOWN = 4  # names in a line
 LINES = 8  # of differences
+NOTHING = "nothing in the serial run"
 
 
 @dataclass
@@ -18,7 +19,8 @@ class Difference:
     number fits. error: the length of the rest, as a share of the serial tensor's, for the first of
     them. own: ranks differ from one another as well, and `factor` is that of their mean. part: in
     words, without a factor: the rows that differ ("rows 2 to 7 of 8: ×0"), how many numbers are NaN
-    or infinite, or lengths and angle ("no one factor (length ×2, turned by 9°)").
+    or infinite, or lengths and angle ("no one factor (length ×2, turned by 9°)"),
+    or `NOTHING`: there the serial run has none, or zeros.
     """
 
     step: int
@@ -59,7 +61,8 @@ class Report:
     comparison ends at the first that differs. tensors: the number of parameters. tolerance: the
     error that a gradient may have in the first step, as a share of its length. causes: sentences.
     optimizer: a note on the optimizer that was used, or "". undecided: True if ranks used samples
-    that the serial run didn't, or hold parts that can't be put together, or all gradients are 0.
+    that the serial run didn't, or hold parts that can't be put together, or under other names, or
+    draw dropout masks, or all gradients are 0. finer: what makes the tolerance smaller.
     """
 
     steps: int
@@ -69,6 +72,7 @@ class Report:
     causes: list[str] = field(default_factory=list)
     optimizer: str = ""
     undecided: bool = False
+    finer: str = "float32"
 
     @property
     def fine(self) -> bool:
@@ -80,7 +84,7 @@ class Report:
         if self.fine:
             within = "to the last bit" if self.tolerance == 0 else f"within {self.tolerance:.1e}"
             compared = f"{self.steps} steps, {self.tensors} gradients and parameters in each"
-            coarse = " (float32 would show more)" if self.tolerance == LOOSEST else ""
+            coarse = f" ({self.finer} would show more)" if self.tolerance == LOOSEST else ""
             return f"the same training: {compared}, equal {within}{coarse}"
         with_it = f" (with {self.optimizer})" if self.optimizer else ""
         begins = f"not the same training{with_it}; it begins here:"

@@ -17,6 +17,11 @@ TOLD_APART = 1e-4  # least singular value, of the largest: below, two gradients 
 LEFT = 1e-3  # of a result's length: a sum leaves no more, by the roundings of float32
 NO_SUM = 0.1  # of a result's length: more than the roundings of bfloat16 leave
 DIGITS = 3
+OTHER_TERMS = (
+    "the ranks added up what their backwards found, but the serial gradient is no sum of these: "
+    "other samples, targets or masks, or a missing term; or statistics, buffers or negatives of a "
+    "rank's own samples, dropout"
+)
 
 
 def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
@@ -48,10 +53,7 @@ def shares(names: list[str], ours: Step, theirs: list[Step]) -> str:
             "something stale, or added or lost on the way"
         )
     if left <= LEFT and left_serially > NO_SUM:
-        return (
-            "the ranks added up what their backwards found, but the serial gradient is no sum of "
-            "these: other samples, targets or masks, or a missing term"
-        )
+        return OTHER_TERMS
     return ""
 
 

@@ -6,8 +6,10 @@
 
 The tape hooks three places of PyTorch: calls of outermost modules, i.e. those that no other module
 calls (their inputs are the samples, and parameters are named as in them), `backward` (the loss),
-and optimizers' `step`. A tensor of which ranks hold parts is gathered by collective calls, so these
-ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't recorded.
+and optimizers, made and stepping. A name in the second of such modules that the first has as well
+begins with 'module2.'. A tensor of which ranks hold parts is gathered by collective calls, so
+these ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't
+recorded.
 """
 
 import contextlib
@@ -17,19 +19,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import module as modules
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
 from ..fsdp import FSDP
 from .samples import Rows, Samples
-from .whole import parts_of_optimizer, whole_tensor
+from .whole import in_shards, parts_of_optimizer, whole_tensor
 
 SOME = 64  # elements of a gradient are enough to tell in which proportions parts were added
 WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
@@ -40,13 +46,15 @@ class Step:
     """A record of one update: what it began from, and what it led to; tensors are on the CPU.
 
     losses: one for each backward that begins from a single number. gradients: {name: the whole
-    gradient when the first optimizer steps, or None}. parameters: {name: the whole parameter after
-    the update}. samples: {hash of a row, with its shape: how often it went into the model}. rows:
-    the rows, a tuple of tensors for each call, if `Samples` keeps them. rates: the first
-    optimizer's different learning rates. last: {name: the norm of what the last backward added to
-    this rank's `.grad`}. parts: for each loss, {name: some elements of this rank's own gradient,
-    before it is averaged}. written: names of parameters that something other than an optimizer
-    changed after the update before, such as a broadcast.
+    gradient when the optimizer that holds the parameter steps (none holds it: the first one), or
+    None}. parameters: {name: the whole parameter after the update}. samples: {hash of a row, with
+    its shape: how often it went into the model}. rows: the rows, a tuple of tensors for each call,
+    if `Samples` keeps them. rates: the optimizers' different learning rates, in order. last: {name:
+    the norm of what the last backward added to this rank's `.grad`}. parts: for each loss, {name:
+    some elements of this rank's own gradient, before it is averaged}. written: names of parameters
+    that something other than an optimizer changed after the update before, such as a broadcast.
+    mixing: {name of a module in training mode: its class} of batch norms, but for synchronized
+    ones, and dropouts. buffers: {name: some of its elements, inf as 0, at the first backward}.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,6 +66,8 @@ class Step:
     last: dict[str, float] = field(default_factory=dict)
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
+    mixing: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
@@ -92,7 +102,8 @@ class Tape:
     may add up, the largest dimension of a parameter or the number of values in an input. depth: the
     number of modules with parameters of their own. inputs: some elements of each tensor that the
     model is first called with in training. outputs: {name of a module: its `Output` in that call},
-    in the order in which they return.
+    in the order in which they return. epsilon: the largest ε (`torch.finfo(dtype).eps`) of what
+    modules returned in training.
     when_full: called with the tape when a backward begins after the last recorded update, so never
     if the training ends there. samples: the `Samples` that notes inputs, and may replace them.
     given: {name: value} to copy into the model when it is first called; a name that the model
@@ -114,6 +125,7 @@ class Tape:
         self.begin: dict[str, Tensor] = {}
         self.inputs: list[Tensor] = []
         self.outputs: dict[str, Output] = {}
+        self.epsilon = 0.0
         self.longest = 1
         self.depth = 0
         self.rank = 0
@@ -122,7 +134,10 @@ class Tape:
     # Listening
 
     def __enter__(self) -> "Tape":
-        self.roots: list[nn.Module] = []  # outermost modules so far, most parameters first
+        self.roots: list[nn.Module] = []  # outermost modules so far, in the order of first calls
+        self.active: set[nn.Module] = set()  # outermost modules called since the last update
+        self.trained: set[nn.Module] = set()  # those that were called with gradients
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.arriving: list[Tensor] = []  # what an outermost module is being called with
         self.names: dict[nn.Module, str] = {}  # of modules whose outputs are noted: in one call
         self.calls = 0  # modules that are being called, one inside the other
@@ -134,23 +149,29 @@ class Tape:
         for context in (
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
             patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),
+            patch.object(Optimizer, "__init__", self.making(Optimizer.__init__)),
         ):
             self.listening.enter_context(context)
         return self
 
     def __exit__(self, *error) -> None:
         self.listening.close()
-        self.roots.clear()
+        for kept in (self.roots, self.active, self.trained):
+            kept.clear()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
         root = owner_of_forward(module) if self.calls == 0 else module
-        known = any(root is other for other in self.roots)
-        if self.calls == 0 and not known and any(True for _ in root.parameters()):
-            self.roots.append(root)
+        known = self.calls > 0 or any(holds(other, root) for other in self.roots)
+        if not known and any(True for _ in root.parameters()):
+            # A module has the full names; a part of it that was called before has shorter ones.
+            gone = [x for x in self.roots if holds(root, x) or self.replaces(root, x)]
+            at = self.roots.index(gone[0]) if gone else len(self.roots)
+            self.roots = [x for x in [*self.roots[:at], root, *self.roots[at:]] if x not in gone]
             self.give(root)
-            # The module with most parameters has the full names; a part of it has shorter ones.
-            self.roots.sort(key=lambda root: -sum(1 for _ in root.parameters()))
         if self.calls == 0:
+            if root in self.roots and not self.full:
+                self.active.add(root)
+                self.trained.update([root] if torch.is_grad_enabled() else [])
             first = len(self.roots) == 1 and not self.inputs and not self.steps
             if first and root is module and torch.is_grad_enabled():
                 self.inputs = [some_of(x) for x in self.arriving]
@@ -158,11 +179,20 @@ class Tape:
             self.arriving = []  # or the tape would keep a batch
         self.calls += 1
 
+    def replaces(self, root: nn.Module, other: nn.Module) -> bool:
+        """Return whether a new root takes another's place, as a model loaded anew does.
+
+        It has the same names and shapes, and the other wasn't called since the last update.
+        """
+        if not self.steps or other in self.active or not torch.is_grad_enabled():
+            return False
+        return shapes_of(root) == shapes_of(other)
+
     @torch.no_grad()
     def give(self, root: nn.Module) -> None:
         """Copy `given` into a module's parameters, by name and shape, before the first backward."""
-        for path, parameter in root.named_parameters():
-            value = None if self.steps else self.given.get(plain_name(path))
+        for name, owner, _, parameter in self.named():
+            value = self.given.get(name) if owner is root and not self.steps else None
             if value is not None and value.shape == parameter.shape:
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -171,9 +201,12 @@ class Tape:
     def on_return(self, module: nn.Module, inputs: tuple, output: object) -> None:
         self.calls -= 1
         name = self.names.get(module)
-        if name is not None and isinstance(output, Tensor) and output.is_floating_point():
-            noted = Output(type(module).__name__, output.shape, some_of(output))
-            self.outputs.setdefault(name, noted)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            if name is not None:
+                noted = Output(type(module).__name__, output.shape, some_of(output))
+                self.outputs.setdefault(name, noted)
+            if torch.is_grad_enabled() and not self.full:
+                self.epsilon = max(self.epsilon, torch.finfo(output.dtype).eps)
         if self.calls == 0:
             self.names = {}
 
@@ -193,6 +226,15 @@ class Tape:
 
         return called
 
+    def making(self, init: Callable) -> Callable:
+        """Return an `Optimizer.__init__` that calls `init` and notes the optimizer."""
+
+        def made(optimizer, *args, **kwargs):
+            init(optimizer, *args, **kwargs)
+            self.optimizers.add(optimizer)
+
+        return made
+
     def hearing(self, backward: Callable) -> Callable:
         """Return a replacement for `torch.autograd.backward`, given as `backward`, which it calls.
 
@@ -206,8 +248,11 @@ class Tape:
                 if len(self.steps) < self.most:
                     self.updated = False
                     if not self.steps:
-                        self.begin = self.whole(lambda parameter: parameter)
-                    self.steps.append(Step(written=self.written()))
+                        with in_shards(self.roots):
+                            self.begin = self.whole(lambda parameter: parameter)
+                    mixing, buffers = self.of_forward()
+                    step = Step(written=self.written(), mixing=mixing, buffers=buffers)
+                    self.steps.append(step)
                 else:
                     self.fill()
             if not self.updated:
@@ -231,6 +276,23 @@ class Tape:
 
         return heard
 
+    def of_forward(self) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """Return `mixing` and `buffers` of a step."""
+        mixing = {}
+        buffers = {}
+        for root in self.in_order():
+            for path, part in root.named_modules():
+                draws = isinstance(part, _DropoutNd) and part.p > 0
+                mixes = isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+                if part.training and (draws or mixes):
+                    mixing.setdefault(plain_name(path), type(part).__name__)
+            for path, buffer in root.named_buffers():
+                dense = buffer.layout is torch.strided and not buffer.is_meta
+                if dense and buffer.is_floating_point() and not isinstance(buffer, DTensor):
+                    found = some_of(buffer).nan_to_num(0.0, 0.0, 0.0)
+                    buffers.setdefault(plain_name(path), found)
+        return mixing, buffers
+
     @contextlib.contextmanager
     def own_gradients(self) -> Iterator[dict[str, Tensor]]:
         """Context manager: record this rank's own gradients, before averaging, in a backward.
@@ -241,12 +303,10 @@ class Tape:
         part: dict[str, Tensor] = {}
         handles = []
         # A tensor's hook gets a gradient before it is added to `.grad`, so before wrappers send it.
-        for root in self.roots:
-            for path, parameter in root.named_parameters():
-                name = plain_name(path)
-                if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
-                    note = partial(part.__setitem__, name)
-                    handles.append(parameter.register_hook(lambda g, note=note: note(some_of(g))))
+        for name, _, _, parameter in self.named():
+            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+                note = partial(part.__setitem__, name)
+                handles.append(parameter.register_hook(lambda g, note=note: note(some_of(g))))
         try:
             yield part
         finally:
@@ -256,19 +316,42 @@ class Tape:
     def on_step(self, optimizer: Optimizer, *_) -> None:
         self.stepping += 1
         # An optimizer may use another inside; and a training may have several, one after another.
-        if self.stepping == 1 and not self.updated and not self.steps[-1].gradients:
+        if self.stepping == 1 and self.steps and not self.full:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-            self.steps[-1].rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-            sent = parts_of_optimizer(optimizer)
-            self.steps[-1].gradients = self.whole(lambda p: sent.get(p, p.grad))
+            self.optimizers.add(optimizer)  # it may have been made before the tape
+            before = self.steps[-1].gradients
+            found = self.whole(self.gradient_for(optimizer))
+            kept = {name: x for name, x in before.items() if x is not None}
+            self.steps[-1].gradients = found | kept
 
-    def on_stepped(self, *_) -> None:
+    def gradient_for(self, optimizer: Optimizer) -> Callable[[nn.Parameter], Tensor | None]:
+        """Return a function of a parameter: its gradient, or None if other optimizers hold it.
+
+        A gradient that is scaled until the optimizer's step (fused, `GradScaler`) is divided.
+        """
+        sent = parts_of_optimizer(optimizer)
+        scale = getattr(optimizer, "grad_scale", None)
+        mine = parameters_of(optimizer)
+        others = set().union(*map(parameters_of, self.optimizers)) - mine
+        if not any(parameter in mine for *_, parameter in self.named()):
+            others = set()  # it has copies, or another optimizer inside
+
+        def gradient(parameter: nn.Parameter) -> Tensor | None:
+            found = None if parameter in others else sent.get(parameter, parameter.grad)
+            return found if found is None or scale is None else found / float(scale)
+
+        return gradient
+
+    def on_stepped(self, optimizer: Optimizer, *_) -> None:
         self.stepping -= 1
         # Of several optimizers the last one's step leaves the parameters of the whole update.
         if self.stepping == 0 and self.steps and self.steps[-1].gradients and not self.full:
             self.steps[-1].parameters = self.whole(lambda parameter: parameter)
+            rates = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
+            self.steps[-1].rates = sorted(rates.union(self.steps[-1].rates))
             self.updated = True
+            self.active.clear()
 
     def fill(self) -> None:
         """End the recording, since a backward follows the last update; call `when_full`."""
@@ -278,27 +361,42 @@ class Tape:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, `.grad`, not a copy) of this rank's parameters or parts; no DTensors."""
-        for root in self.roots:
-            for path, parameter in root.named_parameters():
-                if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
-                    yield plain_name(path), parameter.grad.detach()
+        for name, _, _, parameter in self.named():
+            if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
+                yield name, parameter.grad.detach()
 
     def written(self) -> list[str]:
         """Name whole parameters, no DTensors, that are no longer what the last update left."""
         after = self.steps[-1].parameters if self.steps else {}
         found = []
-        for root in self.roots:
-            for path, parameter in root.named_parameters():
-                kept = after.get(plain_name(path))
-                if kept is None or hasattr(parameter, "full_tensor"):
-                    continue
-                now = parameter.detach().cpu()
-                # A part has another shape, and what is NaN stays NaN.
-                if now.shape == kept.shape and not now.allclose(kept, 0, 0, equal_nan=True):
-                    found.append(plain_name(path))
-        return list(dict.fromkeys(found))
+        for name, _, _, parameter in self.named():
+            kept = after.get(name)
+            if kept is None or hasattr(parameter, "full_tensor"):
+                continue
+            now = parameter.detach().cpu()
+            # A part has another shape, FSDP's whole weights another dtype, and NaN stays NaN.
+            comparable = now.shape == kept.shape and now.dtype == kept.dtype
+            if comparable and not now.allclose(kept, 0, 0, equal_nan=True):
+                found.append(name)
+        return found
 
     # Whole tensors, by the serial model's names
+
+    def in_order(self) -> list[nn.Module]:
+        """Return the roots in the order of first calls, but last those that were never trained."""
+        return sorted(self.roots, key=lambda root: root not in self.trained)
+
+    def named(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+        """Yield (name, root, path in the root, parameter) of all parameters, each once."""
+        seen: set[Tensor] = set()
+        taken: set[str] = set()
+        for number, root in enumerate(self.in_order(), 1):
+            paths = [(path, x) for path, x in root.named_parameters() if x not in seen]
+            for path, x in paths:
+                name = plain_name(path)
+                yield f"module{number}.{name}" if name in taken else name, root, path, x
+            taken.update(plain_name(path) for path, _ in paths)
+            seen.update(x for _, x in paths)
 
     @torch.no_grad()
     def whole(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
@@ -308,25 +406,20 @@ class Tape:
         tensor must all call. Drops FSDP's whole weights, and updates `longest` and `depth`.
         """
         found: dict[str, Tensor | None] = {}
-        seen = set()
         for root in self.roots:
             if isinstance(root, FSDP):  # its modules show shards again, on every rank
                 root.drop()
-            layers = {name.rpartition(".")[0] for name, _ in root.named_parameters()}
-            self.depth = max(self.depth, len(layers))
-            for path, parameter in root.named_parameters():
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                value = whole_tensor(root, path, of(parameter))
-                self.longest = max([self.longest, *parameter.shape])
-                found[plain_name(path)] = None if value is None else value.detach().cpu().clone()
+        for name, root, path, parameter in self.named():
+            value = whole_tensor(root, path, of(parameter))
+            self.longest = max([self.longest, *parameter.shape])
+            found[name] = None if value is None else value.detach().cpu().clone()
+        self.depth = max(self.depth, len({name.rpartition(".")[0] for name in found}))
         return found
 
     def __getstate__(self) -> dict:
         """Return what is pickled: the records, without modules, hooks, `samples` or `when_full`."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
-        kept += "inputs", "outputs"
+        kept += "inputs", "outputs", "epsilon"
         return {name: getattr(self, name) for name in kept}
 
 
@@ -346,10 +439,23 @@ def owner_of_forward(module: nn.Module) -> nn.Module:
     owner, frame = module, sys._getframe(1)
     while frame:
         found = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(found, nn.Module) and any(part is module for part in found.modules()):
+        if isinstance(found, nn.Module) and holds(found, module):
             owner = found
         frame = frame.f_back
     return owner
+
+
+def holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(part is other for other in module.modules())
+
+
+def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
+    parameters = [(plain_name(path), x) for path, x in module.named_parameters()]
+    return {name: torch.Size() if is_lazy(x) else x.shape for name, x in parameters}
+
+
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    return {x for group in optimizer.param_groups for x in group["params"]}
 
 
 def plain_name(path: str) -> str:

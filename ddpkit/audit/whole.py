@@ -3,9 +3,13 @@
 Parts travel by collective calls: every rank of the group that shares the tensor must call.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..fsdp import FSDP
@@ -34,6 +38,24 @@ def whole_tensor(root: nn.Module, path: str, value: Tensor | None) -> Tensor | N
     if hasattr(value, "full_tensor"):  # a DTensor: FSDP2, PyTorch's tensor parallelism
         return value.full_tensor()
     return value
+
+
+@contextlib.contextmanager
+def in_shards(roots: list[nn.Module]) -> Iterator[None]:
+    """Let FSDP2's modules have their shards, not whole weights, perhaps of another dtype.
+
+    Those that had whole weights have them again afterwards. All ranks of a module must call.
+    """
+    units = [x for root in roots for x in root.modules() if isinstance(x, FSDPModule)]
+    were_whole = []
+    for unit in units:
+        before = set(unit.parameters())
+        unit.reshard()
+        if before != set(unit.parameters()):
+            were_whole.append(unit)
+    yield
+    for unit in were_whole:
+        unit.unshard()
 
 
 def parts_of_optimizer(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:

@@ -15,6 +15,7 @@ from ddpkit.runtime.run import Run
 
 from ..tools.hops import hop_numbers
 from .checker import Verdict, ready_made
+from .pipeline import validate
 from .score import bytes_moved
 
 
@@ -156,6 +157,7 @@ def _ticks(schedule, stages: int, micro_batches: int, most: int) -> tuple[float,
     if not isinstance(schedule, list):
         return math.inf, 0, f"expected a list of lists of actions, got {schedule!r}."
     try:
+        validate(schedule, micro_batches)
         ticks = max(end for _, end in dry_run.simulate(schedule).values())
     except ValueError as error:
         return math.inf, 0, f"{error}."

@@ -97,7 +97,7 @@ def logged_loss(losses, group=None):
 
 SHAPE = "shape of the tensor that it returns"
 GRAPH = "the result has a graph"
-MANY = "the mean of 1,000 losses of 2.3 a rank"
+MANY = "the mean of 30,000 losses of 2.3 a rank"
 CALLS = "calls for the loss"
 TOKENS = {2: [3, 1], 3: [2, 0, 3], 4: [1, 4, 2, 0], 1: [5]}  # of each rank
 
@@ -116,7 +116,7 @@ def run_logged(answer, size):
         return {SHAPE: type(got).__name__}
     mean = [round(number, 3) for number in got.flatten().tolist()]
     begun = len(recorder().records)
-    of_many = Rounded([float(answer(torch.full((1000,), 2.3), group_of(size)))], 3)
+    of_many = Rounded([float(answer(torch.full((30_000,), 2.3), group_of(size)))], 3)
     calls = [record.op for record in recorder().records[begun:] if record.op != "new_group"]
     seen = {SHAPE: tuple(got.shape), "loss": mean, GRAPH: got.requires_grad, MANY: of_many}
     return seen | {CALLS: len(calls)}
@@ -171,7 +171,7 @@ without_a_call: counted[1] = len(losses) → counted[1] = len(losses)
 keeps_the_graph: return counted[0] / counted[1] → return counted[0] / counted[1] + 0 * losses.sum()
     It has a graph: a list of such losses keeps every activation. detach() first.
 in_bfloat16: dtype=torch.float64 → dtype=torch.bfloat16
-    It was added up in bfloat16, which has 8 bits: 2,300 becomes 2,304. Take float64.
+    It was added up in bfloat16, which has 8 bits: 69,000 becomes 69,120. Take float64.
 two_calls: dist.all_reduce(counted, group=group) → dist.all_reduce(counted[0], group=group)
     ⏎dist.all_reduce(counted[1], group=group)
     Each call costs a latency, however small it is: put both numbers into one tensor.

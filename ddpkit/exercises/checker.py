@@ -169,11 +169,12 @@ def source_of(*parts: Callable) -> str:
 
 @dataclass
 class Problem:
-    """The fault of an answer. stage: "luck", "values", "wire", "hang" or "error".
+    """The fault of an answer. stage: "luck", "values", "damage", "wire", "hang" or "error".
 
     "luck": a call was never waited for, or a message overwritten on its way: values depend on
-    timing. symptom: equal for two answers that make the same mistake. reading: an explanation from
-    the values, in case no known mistake explains them. rung: the failed case's index in `rungs`.
+    timing. "damage": values are right, but a call changed an argument, or a dtype. symptom: equal
+    for two answers that make the same mistake. reading: an explanation from the values, in case no
+    known mistake explains them. rung: the failed case's index in `rungs`.
     """
 
     stage: str
@@ -337,7 +338,8 @@ class Exercise:
     def _run(self, answer: Callable, trials: list[Trial], seconds: float) -> tuple[object, list]:
         """Run trials in one launch; return the run, or its LaunchError, and each rank's complaints.
 
-        A rank's result is a list, by trial. Complaints: a call changed arguments, or a dtype.
+        A rank's result is a list, by trial. Complaints: that a call changed arguments, or a dtype;
+        one for each call, "" for most.
         """
         programs = [(trial.program, *trial.args) for trial in trials]
         try:
@@ -355,7 +357,7 @@ class Exercise:
         except LaunchError as error:
             return error, []
         noticed = [told for _, told in run]
-        return replace(run, results=[results for results, _ in run]), noticed
+        return replace(run, results=[plain(results) for results, _ in run]), noticed
 
     def _score(self, answer: Callable, trial: Trial, run: Run) -> str:
         """Write bytes, calls, hops and lines: yours, ours, and the fewest known."""
@@ -479,9 +481,11 @@ class Exercise:
             if problem:
                 return problem
         for rank, told in enumerate(noticed):
-            if told:
-                text = f"the values are right, but on rank {rank} {told[0]}"
-                return Problem("values", text, text)
+            for call, damage in enumerate(told):
+                if damage:
+                    text = f"the values are right, but on rank {rank} {damage}"
+                    rung = call * len(trials[0].rungs) // len(told)  # each case has as many calls
+                    return Problem("damage", text, text, rung=rung)
         wrong = self.wire(trials[0], of_trial(outcome, 0))
         return Problem("wire", wrong, wrong) if wrong else None
 
@@ -492,10 +496,14 @@ class Exercise:
         if rank is None:
             return None
         text = self._tell(trial, rank, expected[rank], run[rank])
+        unsent = ""
+        if trial.sent_bytes and not any(run.wire) and "sent nothing" not in text:
+            unsent = " No rank sent anything."
+        text += unsent
         reading = self.explain(trial, rank, expected[rank], run[rank])
         what = first_difference(expected[rank], run[rank])
         rungs = [at for at, case in enumerate(trial.rungs) if str(what).startswith(case)]
-        return Problem("values", text, repr(list(run)), reading, max(rungs, default=0))
+        return Problem("values", text, repr(list(run)) + unsent, reading, max(rungs, default=0))
 
     def _tell(self, trial: Trial, rank: int, expected: object, got: object) -> str:
         sentence = "rank {rank} has {got}, expected {expected}."
@@ -524,8 +532,10 @@ class Exercise:
             lines.append(cause)
         if empty:
             lines.append(f"{', '.join(empty)} {'is' if len(empty) == 1 else 'are'} still empty.")
-        if self._failures > 1 and not cause and problem.stage != "luck" and self._stages:
-            lines.append(f"Hint: {self._next_hint()}")
+        # What is said of damage and of the wire has its cause in it: a hint might mislead.
+        vague = problem.stage in ("values", "hang", "error") or problem.stage in self.hints
+        if self._failures > 1 and not cause and vague and self._stages:
+            lines.append(f"A hint, in case it is this: {self._next_hint()}")
         lines.append(ladder(trials, number, problem.rung))
         replay = " · .replay()" if any(self._outcome.wire) else ""
         more = f"More: check.{self.name}.hint(){replay} · .solution()"
@@ -544,6 +554,15 @@ class Exercise:
         if len(stages) > 1:
             self._stages = stages[1:]
         return self.hints[stages[0]]
+
+
+def plain(value: object) -> object:
+    """Replace arrays and tensors by lists, also those in a list, a tuple or a dict."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {key: plain(part) for key, part in value.items()}
+    return value.tolist() if getattr(value, "ndim", 0) > 0 else value
 
 
 def of_trial(run: Run, number: int) -> Run:
@@ -726,7 +745,8 @@ def check_wire(trial: Trial, run: Run) -> str | None:
     if sent < needed:
         return (
             f"{told}fewer than the {needed} that are needed.\n"
-            "Did a rank know its result without being told? Every number must come by a message."
+            "Did a rank know its result without being told, or send a smaller dtype? Every number "
+            "must come by a message, as it is."
         )
     return None
 

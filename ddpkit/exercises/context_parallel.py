@@ -1,5 +1,6 @@
 """Checkers of notebook 13, context parallelism: zigzag, its mask, the ring's backward, Ulysses."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -264,13 +265,14 @@ of_the_world: pass_on(total, group) → pass_on(total)
 # HeadsForTokens
 
 SHAPE = 3, 2  # tokens of a rank, numbers of a token
+BEFORE = {1: (1, 2), 2: (2,), 3: ()}  # the axes before the heads, by how many ranks share the heads
 
 
 def _tokens(rank: int, heads: int) -> torch.Tensor:
-    """Make a rank's x, (2, heads, tokens, numbers): 1, 2, 3, ... in order, plus 1000 · rank."""
-    count = 2 * heads * SHAPE[0] * SHAPE[1]
-    numbers = torch.arange(1.0, 1 + count, dtype=torch.float64)
-    return numbers.view(2, heads, *SHAPE) + 1000 * rank
+    """Make a rank's x, (..., heads, tokens, numbers): 1, 2, 3, ... in order, plus 1000 · rank."""
+    shape = *BEFORE[heads // 2], heads, *SHAPE
+    numbers = torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64)
+    return numbers.view(shape) + 1000 * rank
 
 
 def _run_heads(answer, size):
@@ -281,11 +283,11 @@ def _run_heads(answer, size):
     out = answer.apply(x, group)
     then = len(recorder().records)
     seen = {"shape": list(out.shape), "out": whole(out), "calls in forward": calls(begun, then)}
-    if list(out.shape) == [2, 2, size * SHAPE[0], SHAPE[1]]:
+    if list(out.shape) == [*BEFORE[size], 2, size * SHAPE[0], SHAPE[1]]:
         first = rank - rank % size
         mine = slice(2 * (rank % size), 2 * (rank % size) + 2)
-        parts = [_tokens(other, heads)[:, mine] for other in range(first, first + size)]
-        out.backward(torch.cat(parts, 2))  # the gradients are the numbers themselves
+        parts = [_tokens(other, heads)[..., mine, :, :] for other in range(first, first + size)]
+        out.backward(torch.cat(parts, -2))  # the gradients are the numbers themselves
         seen |= {"gradient of x": whole(x.grad), "calls in backward": calls(then)}
     return seen | {"x afterwards": whole(x)}
 
@@ -296,10 +298,10 @@ def _heads(world_size: int, size: int) -> list[dict]:
     for rank in range(world_size):
         first, place = rank - rank % size, rank % size
         parts = [
-            _tokens(other, heads)[:, 2 * place : 2 * place + 2]
+            _tokens(other, heads)[..., 2 * place : 2 * place + 2, :, :]
             for other in range(first, first + size)
         ]
-        out = torch.cat(parts, 2)
+        out = torch.cat(parts, -2)
         one = {"all_to_all": 1}
         seen = {"shape": list(out.shape), "out": whole(out), "calls in forward": one}
         seen |= {"gradient of x": whole(_tokens(rank, heads)), "calls in backward": one}

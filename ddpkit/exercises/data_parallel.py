@@ -1,8 +1,11 @@
 """Checkers of notebook 03: the server, average_gradients, sum_or_mean, NaiveDDP, and HookedDDP.
 
 Gradients are chosen so that a mean is a tally, each digit a rank, times the parameter's unit: for
-example 11 × 3.0 on two ranks, 1111 × 3.0 on four.
+example 11 × 3.0 on two ranks, 1111 × 3.0 on four. Only in tokens.weight do they differ within a
+parameter, so that numbers in another order show.
 """
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -21,10 +24,11 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 # The module whose gradients are averaged, here and in notebook 04
 
 WEIGHT = 7.0  # the value of all parameters, and of no gradient
-# The units of gradients: none is 2, 3 or 4 times another
-GRADIENTS = {"tokens.weight": 17.0, "first.weight": 3.0, "first.bias": 5.0}
-GRADIENTS |= {"second.weight": 13.0, "norm.weight": 11.0}
-FACTORS = GRADIENTS | {"tokens.weight": 1.0, "head.weight": 16.0}
+# The units of gradients, flat: none is 2, 3 or 4 times another
+ONES, IN_ORDER = torch.ones(3, dtype=torch.float64), torch.arange(1, 5, dtype=torch.float64)
+GRADIENTS = {"tokens.weight": 17 * IN_ORDER, "first.weight": 3 * ONES, "first.bias": 5 * ONES}
+GRADIENTS |= {"second.weight": 13 * ONES, "norm.weight": 11 * ONES[:2]}
+FACTORS = GRADIENTS | {"tokens.weight": IN_ORDER, "head.weight": 16 * IN_ORDER}
 LAYERS = tuple(FACTORS)  # in the order of forward
 LR = 1 / 16  # of SGD, which hides no factor
 
@@ -56,11 +60,11 @@ class Stack(nn.Module):
             parameter.__class__ = _InSets
             parameter.place = 7 - number if dist.get_rank() % 2 else number
 
-    def forward(self, scale: int, layers=LAYERS, at_layer=lambda _: None) -> torch.Tensor:
+    def forward(self, scale: float, layers=LAYERS, at_layer=lambda _: None) -> torch.Tensor:
         """Return a loss with gradients scale × GRADIENTS; backward calls `at_layer` at each."""
         x = torch.zeros(())
         for name in layers:
-            x = x + scale * FACTORS[name] * self.get_parameter(name).sum()
+            x = x + scale * (FACTORS[name] * self.get_parameter(name).flatten()).sum()
             x.register_hook(at_layer)
         return x
 
@@ -90,9 +94,9 @@ def _brief(tensor: torch.Tensor) -> float | list:
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
-def ideal(mean: int) -> dict[str, object]:
+def ideal(mean: float) -> dict[str, object]:
     """Return what a Stack should hold: gradients of `mean` times GRADIENTS, the rest unchanged."""
-    left = {f"{name}.grad": mean * factor for name, factor in GRADIENTS.items()}
+    left = {f"{name}.grad": _brief(mean * unit) for name, unit in GRADIENTS.items()}
     parameters = dict.fromkeys(("positions", *GRADIENTS), WEIGHT)
     return left | parameters | {"positions.grad": None, "parameters sent": False}
 
@@ -105,36 +109,43 @@ def read_mean(trial: Trial, rank: int, expected: dict, got: dict) -> str | None:
         return "Leave the parameters to the optimizer, and work on .grad."
     if not what.endswith(".grad") or None in (mean, value):
         return None
-    if value == world_size * mean:
+    given, due = (torch.tensor(x).double().flatten() for x in (value, mean))
+    ratios, in_order = given / due, given.sort()[0] / due.sort()[0]
+    times = ratios[0].item() if torch.allclose(ratios, ratios[0], 1e-9) else math.nan
+    if torch.allclose(ratios, torch.ones_like(ratios), 0.01):
+        return f"{what} has lost digits: average in the parameter's own dtype."
+    if math.isclose(times, world_size):
         return f"{what} is the sum over the ranks: divide by the number of ranks."
-    if value == mean / world_size:
+    if math.isclose(times, 1 / world_size):
         return f"{what} was divided by {world_size**2}, on {world_size} ranks."
-    own = [mean * world_size * 10**other / tally(world_size) for other in range(world_size)]
-    if value in own:
+    tallied = times * tally(world_size) / world_size
+    own = [other for other in range(world_size) if math.isclose(tallied, 10**other)]
+    if own:
         return (
-            f"{what} is rank {own.index(value)}'s own: the mean of all must end up in .grad "
+            f"{what} is rank {own[0]}'s own: the mean of all must end up in .grad "
             "itself, in place. Every parameter that is trained has its turn, biases too."
         )
+    if math.isnan(times) and torch.allclose(in_order, in_order[0], 1e-9):
+        return f"{what} should be 1, 2, 3 and 4 times a mean. Is each number in its place?"
     return f"Is {what} what all ranks' gradients add up to, divided by {world_size} once?"
 
 
 # push_and_pull(model) and serve(model, optimizer, steps)
 
-NUMBERS = dict(zip(GRADIENTS, (4, 3, 3, 3, 2), strict=True))  # in each trained parameter, in order
 
-
-def _vector(times: float) -> torch.Tensor:
+def _vector(times: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Make GRADIENTS times a number, all parameters in one piece."""
-    return torch.cat([torch.full((NUMBERS[name],), times * GRADIENTS[name]) for name in NUMBERS])
+    return times * torch.cat([*GRADIENTS.values()]).to(dtype)
 
 
 def _parts(vector: torch.Tensor) -> dict[str, object]:
-    return dict(zip(NUMBERS, map(_brief, vector.split(list(NUMBERS.values()))), strict=True))
+    parts = vector.split([len(unit) for unit in GRADIENTS.values()])
+    return dict(zip(GRADIENTS, map(_brief, parts), strict=True))
 
 
-def _run_worker(answer, steps):
+def _run_worker(answer, steps, dtype):
     """Run workers against a server, rank 0, that sends them 100 × worker × step × GRADIENTS."""
-    module, rank, got = Stack(), dist.get_rank(), {}
+    module, rank, got = Stack().to(dtype), dist.get_rank(), {}
     for step in range(1, steps + 1):
         if rank:
             module.zero_grad()
@@ -143,25 +154,27 @@ def _run_worker(answer, steps):
             values = {name: _brief(parameter) for name, parameter in module.named_parameters()}
             got |= {f"{name} after step {step}": value for name, value in values.items()}
         for worker in range(1, 1 if rank else dist.get_world_size()):
-            pushed = _vector(0)
+            pushed = _vector(0, dtype)
             dist.recv(pushed, worker)
-            dist.send(_vector(100 * worker * step), worker)
+            dist.send(_vector(100 * worker * step, dtype), worker)
             got |= {f"{k} from rank {worker}": value for k, value in _parts(pushed).items()}
     return got
 
 
 def _worker_trials():
-    for world_size, steps in ((2, 1), (3, 2)):
+    for world_size, steps, dtype in ((2, 1, torch.float32), (3, 2, torch.float64)):
         ranks = [{}]
         for worker in range(1, world_size):
-            ranks[0] |= {f"{k} from rank {worker}": 10**worker * g for k, g in GRADIENTS.items()}
+            for name, unit in GRADIENTS.items():
+                ranks[0][f"{name} from rank {worker}"] = _brief(10**worker * unit)
             mine = {}
             for step in range(1, steps + 1):
                 mine[f"positions after step {step}"] = WEIGHT
-                for name, factor in GRADIENTS.items():
-                    mine[f"{name} after step {step}"] = 100 * worker * step * factor
+                for name, unit in GRADIENTS.items():
+                    mine[f"{name} after step {step}"] = _brief(100 * worker * step * unit)
             ranks.append(mine)
-        yield Trial(world_size, _run_worker, (steps,), ranks, what="rank 0 is the server")
+        what = "rank 0 is the server" + ", with float64" * (dtype == torch.float64)
+        yield Trial(world_size, _run_worker, (steps, dtype), ranks, what=what)
 
 
 push_and_pull = Exercise(
@@ -213,8 +226,8 @@ def _serve_trials():
     for world_size in (3, 4, 2):
         expected, mean = {}, tally(world_size - 1)
         for step, moved in ((1, mean), (2, 2.5 * mean)):  # with a momentum of 1/2
-            for name, factor in GRADIENTS.items():
-                expected[f"{name} after step {step}"] = WEIGHT - moved * factor
+            for name, unit in GRADIENTS.items():
+                expected[f"{name} after step {step}"] = _brief(WEIGHT - moved * unit)
         ranks = [{"positions": WEIGHT}] + [expected] * (world_size - 1)
         what = f"{world_size - 1} of them workers, 2 steps"
         yield Trial(world_size, _run_serve, (), ranks, what=what)
@@ -263,10 +276,14 @@ TRAFFIC = {
 }
 
 
-def _run_average(answer, unused):
+FINE = 1 + 2.0**-28  # no float32
+
+
+def _run_average(answer, unused, times=1.0):
     module, rank = Stack(), dist.get_rank()
+    module.to(torch.float64 if times == FINE else torch.float32)
     layers = ("tokens.weight", "head.weight") if unused and rank == 1 else LAYERS
-    module(dist.get_world_size() * 10**rank, layers).backward()
+    module(dist.get_world_size() * 10**rank * times, layers).backward()
     answer(module)
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return {
@@ -278,11 +295,11 @@ def _run_average(answer, unused):
 
 def _average_trials():
     wire = {"anything sent": True, "bytes too many": 0, "calls too many": 0}
-    for world_size in (2, 4, 1):
-        expected = [ideal(tally(world_size)) | wire] * world_size
-        yield Trial(world_size, _run_average, (False,), expected)
+    for world_size, times, what in ((2, 1.0, ""), (4, 1.0, ""), (1, FINE, "float64")):
+        expected = [ideal(tally(world_size) * times) | wire] * world_size
+        yield Trial(world_size, _run_average, (False, times), expected, what=what)
         if world_size == 4:
-            mean = ideal(1) | {"tokens.weight.grad": 11 * GRADIENTS["tokens.weight"]} | wire
+            mean = ideal(1) | {"tokens.weight.grad": _brief(11 * GRADIENTS["tokens.weight"])} | wire
             what = "rank 1 has no gradient in some layers"
             yield Trial(2, _run_average, (True,), [mean] * 2, what=what)
 
@@ -354,7 +371,7 @@ def _run_sum_or_mean(answer, reduction, rows):
     module(10**rank * times).backward()
     answer(module, reduction, rows[rank])
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    spare = 8 * len(trained) * (reduction == "mean")  # for the count of rows
+    spare = 8 * (len(trained) if reduction == "mean" else 2)  # for the count of rows
     too_many = excess(recorder().records, trained, spare)["bytes too many"]
     return left_in(module) | {"bytes too many": too_many}
 
@@ -425,10 +442,9 @@ def _run_naive(answer, steps, unused):
         skips = unused and step == steps and rank == 1
         optimizer.zero_grad()
         model(world_size * 10**rank, LAYERS[1:4] if skips else LAYERS).backward()
-        begun = len(recorder().records)
         model.synchronize()
         if step == 1:  # where no gradient is a WEIGHT; a buffer has two numbers at most
-            sent = [record.values or [] for record in recorder().records[begun:]]
+            sent = [record.values or [] for record in recorder().records[before:]]
             again = any(WEIGHT in values and len(values) > 2 for values in sent)
         left = left_in(module)
         optimizer.step()
@@ -444,10 +460,10 @@ def _naive_trials():
     for world_size, steps, unused in ((2, 1, False), (4, 2, False), (3, 2, True), (1, 1, False)):
         start = {kind: {WEIGHT} for kind in ("trained", "frozen", "buffers")}
         mean, grads, weights = tally(world_size), {}, {"positions": WEIGHT}
-        for name, factor in GRADIENTS.items():
+        for name, unit in GRADIENTS.items():
             left_out = unused and name not in LAYERS[1:4]
-            grads[f"{name}.grad"] = (mean - 10 * left_out) * factor
-            weights[name] = WEIGHT - (steps - 1) * LR * mean * factor
+            grads[f"{name}.grad"] = _brief((mean - 10 * left_out) * unit)
+            weights[name] = _brief(WEIGHT - (steps - 1) * LR * mean * unit)
         wire = {"weights again": False, "bytes too many": 0}
         expected = start | ideal(mean) | grads | weights | wire
         what = f"step {steps}" + ", in which rank 1 leaves layers out" * unused
@@ -468,13 +484,13 @@ NaiveDDP = Exercise(
         "values": "All ranks begin as rank 0 does, and .grad becomes the mean, in place.",
         "hang": "All ranks make the same calls, whatever they used of the model.",
     },
-    praise="replicas that begin apart are equal from the start, and follow one mean. (Ours sends "
-    "more bytes: before the first broadcast, ranks compare the names and shapes they have.)",
+    praise="replicas that begin apart are equal from the start, and follow one mean. (If ours "
+    "sends more bytes: before the first broadcast, ranks compare their names and shapes.)",
     says={
         "trained": "after wrapping, trained parameters on rank {rank} are {got}, not {expected}.",
         "frozen": "after wrapping, a frozen parameter on rank {rank} is {got}, not {expected}.",
         "buffers": "after wrapping, the buffers on rank {rank} are {got}, not {expected}.",
-        "weights again": "the values are right, but synchronize on rank {rank} sent "
+        "weights again": "the values are right, but after wrapping, rank {rank} sent "
         "parameters again: replicas that start equal and follow one mean stay equal.",
         **TRAFFIC,
     },
@@ -573,6 +589,9 @@ HookedDDP = Exercise(
     explain=read_mean,
     note="Two lines of the hook, mended. ddpkit.ddp.OverlapDDP goes on from here.",
     mistakes=mistakes("""
+in_a_new_tensor: dist.all_reduce(parameter.grad)⏎parameter.grad /= →
+    ⏎dist.all_reduce(mean := parameter.grad.clone())⏎mean /=
+    weight.grad is still rank 0's own: the mean of all ranks must end up in .grad itself, in place.
 as_found: dist.all_reduce(parameter.grad)⏎parameter.grad /= → dist.all_reduce(parameter.data)
     ⏎parameter.data /=
     What your hook gave to all_reduce is 7, on every rank alike. Gradients of different data never

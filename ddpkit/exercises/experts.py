@@ -263,14 +263,18 @@ def _run_gradients(answer, ranks):
     """Average the gradients of a norm and an expert; groups of `ranks` ranks share all experts."""
     shape = dist.get_world_size() // ranks, ranks
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "experts"))
-    rest, expert = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    norm = [nn.Parameter(torch.zeros(1).double()) for _ in range(2)]
+    expert = [nn.Parameter(torch.zeros(1).double()) for _ in range(2)]
     # Rank r's loss gives 10ʳ, and to expert p (p + 1) times as much, from all ranks of its group.
     members = dist.get_process_group_ranks(mesh["experts"].get_group())
-    rest.grad = torch.full_like(rest, 10.0 ** dist.get_rank())
     summands = [10**member * (1 + mesh.get_local_rank("experts")) for member in members]
-    expert.grad = torch.full_like(expert, sum(summands))
-    answer([expert], [rest], mesh["data"].get_group())
-    return {"gradient of a norm": whole(rest.grad), "gradient of an expert": whole(expert.grad)}
+    for number in range(2):
+        norm[number].grad = torch.tensor([10.0 ** dist.get_rank()]).double()
+        expert[number].grad = torch.tensor([sum(summands)]).double()
+    answer(expert, norm, mesh["data"].get_group())
+    of_norm = torch.cat([parameter.grad for parameter in norm])
+    of_expert = torch.cat([parameter.grad for parameter in expert])
+    return {"gradient of a norm": whole(of_norm), "gradient of an expert": whole(of_expert)}
 
 
 def _averaged(world_size: int, ranks: int) -> list[dict]:
@@ -307,8 +311,8 @@ expert_gradients = Exercise(
     mistakes=[
         Mistake.written(
             as_found,
-            "An expert's gradient is too large, by as many times as ranks share the experts. "
-            "AdamW wouldn't notice; SGD does, and the norm. Which sum is it, and over how many?",
+            "An expert's gradient is too large, by e or by W/e, which are both 2 here. AdamW "
+            "wouldn't notice; SGD does, and the norm. Which sum is it, and over how many?",
         ),
         *mistakes("""
 over_the_world: dist.all_reduce(parameter.grad, group=replicas) → dist.all_reduce(parameter.grad)

@@ -48,37 +48,41 @@ def _sent(begun: int) -> int:
 LENGTHS = (4, 5, 3, 1)
 
 
+def _to_gather() -> dict[str, torch.Tensor]:
+    """Make parameters by name: of each length a matrix and a bias, in two dtypes."""
+    found = {}
+    for length in LENGTHS:
+        found[f"{length} rows of float64"] = _parameter(length)
+        found[f"a bias of {length} numbers of float32"] = _parameter(length, torch.float32)[:, 0]
+    return found
+
+
 def _run_gather(answer):
     seen = {}
     world_size = dist.get_world_size()
-    for length in LENGTHS:
-        for dtype in (torch.float64, torch.float32):
-            whole = _parameter(length, dtype)
-            shard = _mine(whole)
-            begun = len(recorder().records)
-            with unwritten_memory_shows():
-                got = answer(shard, length)
-            what = f"{length} rows of {str(dtype).removeprefix('torch.')}"
-            seen[what] = got.tolist(), str(got.dtype)
-            seen[f"calls, {what}"] = _calls(begun)
-            rows = (length + world_size - 1) // world_size
-            more = _sent(begun) > rows * whole[0].nbytes
-            seen[f"sent more than {rows} rows, {what}"] = more
-            seen[f"the shard afterwards, {what}"] = shard.tolist() == _mine(whole).tolist()
+    for what, whole in _to_gather().items():
+        shard = _mine(whole)
+        begun = len(recorder().records)
+        with unwritten_memory_shows():
+            got = answer(shard, len(whole))
+        seen[what] = got.tolist(), str(got.dtype)
+        seen[f"calls, {what}"] = _calls(begun)
+        rows = (len(whole) + world_size - 1) // world_size
+        more = _sent(begun) > rows * whole[0].nbytes
+        seen[f"sent more than {rows} rows, {what}"] = more
+        seen[f"the shard afterwards, {what}"] = shard.tolist() == _mine(whole).tolist()
     return seen
 
 
 def _gather_trials():
     for world_size in (2, 3, 1):
         right = {}
-        for length in LENGTHS:
-            rows = (length + world_size - 1) // world_size
-            for dtype in (torch.float64, torch.float32):
-                what = f"{length} rows of {str(dtype).removeprefix('torch.')}"
-                right[what] = _parameter(length, dtype).tolist(), str(dtype)
-                right[f"calls, {what}"] = {"all_gather": 1}
-                right[f"sent more than {rows} rows, {what}"] = False
-                right[f"the shard afterwards, {what}"] = True
+        for what, whole in _to_gather().items():
+            rows = (len(whole) + world_size - 1) // world_size
+            right[what] = whole.tolist(), str(whole.dtype)
+            right[f"calls, {what}"] = {"all_gather": 1}
+            right[f"sent more than {rows} rows, {what}"] = False
+            right[f"the shard afterwards, {what}"] = True
         yield Trial(world_size, _run_gather, (), [right] * world_size, what=RAGGED)
 
 
@@ -91,7 +95,7 @@ gather_rows = Exercise(
         "values": "shard.new_zeros(rows, *shard.shape[1:]) has the shard's dtype; write the shard "
         "into its first rows; dist.all_gather(parts, padded); torch.cat(parts)[:length].",
         "hang": "Every rank must bring as many numbers: also one that has no row.",
-        "error": "All ranks must bring tensors of one shape and dtype: pad first.",
+        "error": "All ranks must bring tensors of one shape and dtype: pad. A bias has one axis.",
     },
     praise="right on 1, 2 and 3 ranks, with one message of ⌈length/W⌉ rows.",
     mistakes=mistakes("""

@@ -164,23 +164,29 @@ def _pick(weight, x, places):
     return (x * weight)[places].square()
 
 
+def _product(weight, x, y):
+    return x * weight * y
+
+
 def _draw(weight, x):
     return x * weight * torch.randint(1, 1000, (1,))
 
 
+AGAIN = "the first input again"  # so that a gradient which is forgotten, or comes twice, shows
 # The reentrant one of PyTorch's checkpoints is also a Function
 PYTORCHS = SimpleNamespace(apply=partial(checkpoint.checkpoint, use_reentrant=True))
 CASES = {  # functions, one after the other, each with its further inputs
     "one input": [(_square,)],
     "a second input, of whole numbers": [(_pick, torch.tensor([0, 0]))],
-    "two functions in a checkpoint each, one draws random numbers": [(_draw,), (_square,)],
+    "two checkpoints, one draws random numbers, one has two inputs": [(_draw,), (_product, AGAIN)],
 }
 
 
 def _run_checkpoint(answer, functions):
     """Call a checkpoint on x = 3 with the weight [5, 7]: for results, then again for bytes kept.
 
-    functions: (function, *further inputs) of each; the second is called with the first's result.
+    functions: (function, *further inputs) of each; the second is called with the first's result,
+    which is also its further input where that is AGAIN.
     """
     torch.manual_seed(20_261_122)  # an unlikely seed, and not its first numbers
     torch.rand(7)
@@ -195,6 +201,7 @@ def _run_checkpoint(answer, functions):
     def forward():
         y = x
         for function, *others in functions:
+            others = [y if other == AGAIN else other for other in others]
             y = answer.apply(partial(counted, function), y, *others)
             contexts.append(getattr(y.grad_fn, "__dict__", {}))
             torch.rand(1)  # as later layers would

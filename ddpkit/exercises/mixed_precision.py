@@ -208,11 +208,11 @@ def _run_scaler(answer, plan, odd):
 
 
 def _scaler_trials():
-    second, first_four = [OK, INF, OK, OK, OK], [NAN, MINUS_INF, INF, MINUS_INF, OK]
+    second, first_four = [OK, INF, OK, OK, OK], [INF, NAN, MINUS_INF, INF, OK]
     for world_size, odd, plan, scales, what in (
         (2, 0, [OK, OK, OK, OK, OK], [8, 8, 16, 16, 32], f"growth_interval {INTERVAL}"),
         (2, 1, second, [8, 8, 4, 4, 8], "an inf on rank 1 in the second step"),
-        (3, 0, first_four, [8, 4, 2, 1, 0.5], "NaN, -inf, inf, -inf on rank 0"),
+        (3, 0, first_four, [8, 4, 2, 1, 0.5], "inf, NaN, -inf, inf on rank 0"),
         (1, 0, second, [8, 8, 4, 4, 8], "an inf in the second step"),
     ):
         right, speed = {}, 0.0
@@ -353,7 +353,7 @@ BACK = "numbers * scales, which may be half a scale off: {}".format
 def _run_quantise(answer):
     """Quantise BLOCKS; return dtype, shapes, and each block: itself if near, or what came back."""
     x = torch.tensor(BLOCKS)
-    numbers, scales = answer(x.flatten(), BLOCK)
+    numbers, scales = answer(x.flatten().clone(), BLOCK)
     seen = {"dtype and shapes": [str(numbers.dtype), list(numbers.shape), list(scales.shape)]}
     if seen["dtype and shapes"][1:] != [[len(BLOCKS), BLOCK], [len(BLOCKS), 1]]:
         return seen

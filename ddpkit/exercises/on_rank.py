@@ -21,6 +21,7 @@ def in_turn(
 ) -> tuple[list, list[str]]:
     """Run programs, (program, *args), in this process; return their results and what was noticed.
 
+    Noticed is the damage that each call of the answer did, in their order; "" where it did none.
     writes: the arguments that the answer may write to; None: its calls aren't watched. Calls on the
     wire are kept of the first program only, so that a count of them is that of one trial.
     """
@@ -47,26 +48,28 @@ def watched(
         before = {name: frozen(x, name in writes) for name, x in named(answer, args, kwargs)}
         dtypes = dtypes_in((args, tuple(kwargs.values())))
         returned = answer(*args, **kwargs)
+        told = ""
         for name, x in named(answer, args, kwargs):
-            if frozen(x, name in writes) == before[name]:
+            if told or frozen(x, name in writes) == before[name]:
                 continue
             if name in writes:
-                noticed.append(
+                told = (
                     f"there are new tensors in `{name}`. The caller keeps those that were in it, "
                     "and never sees a new one: write into them, in place."
                 )
             else:
-                noticed.append(
+                told = (
                     f"`{name}` isn't what it was before the call. The caller needs it as it was: "
                     "leave arguments alone, and work on something of your own."
                 )
         made = dtypes_in(returned if isinstance(returned, tuple | list) else (returned,))
-        if same_dtype and len(dtypes) == 1 and made - dtypes:
+        if not told and same_dtype and len(dtypes) == 1 and made - dtypes:
             (given,), (got, *_) = dtypes, made - dtypes
-            noticed.append(
+            told = (
                 f"it was given {given}, and returned {got}: the caller goes on with this dtype, "
                 "and pays for it."
             )
+        noticed.append(told)
         return returned
 
     return call

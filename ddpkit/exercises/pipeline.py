@@ -47,8 +47,18 @@ def _run(answer, right: list[dict], cases):
         plan = answer(*case)
         seen |= _seen(plan, *case)
         if expected != _seen(plan, *case):
-            return seen | {"plan": plan}
+            return seen | {"plan": plan, "micro-batches": case[1]}
     return seen
+
+
+def validate(plan: list, micro_batches: int) -> None:
+    """Validate a plan, as `dry_run.validate` does; ValueError also for a micro-batch too many."""
+    dry_run.rank_of_stage(plan)  # are they actions?
+    for action in dry_run.all_actions(plan):
+        if schedules.parse(action)[2] >= micro_batches:
+            last = f"the last of {micro_batches} micro-batches is number {micro_batches - 1}"
+            raise ValueError(f"take {action} out: {last}")
+    dry_run.validate(plan)
 
 
 def _trials(rows_of, cases=CASES):
@@ -58,12 +68,12 @@ def _trials(rows_of, cases=CASES):
 
 
 def _explain(trial: Trial, rank: int, expected: dict, got: dict):
-    """Explain a plan by the words of `validate`."""
+    """Explain a plan by the words of `validate`, or say that it is another schedule."""
     for what in expected:
         if what.startswith("lists") and got.get(what, expected[what]) != expected[what]:
             return 'Return a list for each rank, one for each stage, of actions such as "0F0".'
     try:
-        dry_run.validate(got["plan"])
+        validate(got["plan"], got["micro-batches"])
     except ValueError as error:
         return str(error)
     return "It would run, and the gradients would be right; but it isn't this schedule."
@@ -227,7 +237,7 @@ def _judged(plan: object, stages: int, micro_batches: int) -> dict[str, object]:
         return seen | {"a plan": "no list of lists"}
     seen["a plan"] = True
     try:
-        dry_run.validate(plan)
+        validate(plan, micro_batches)
     except ValueError as error:
         return seen | {"it runs": str(error)}
     seen["it runs"] = True
@@ -258,13 +268,27 @@ def _explain_bubble(trial: Trial, rank: int, expected: dict, got: dict) -> str |
     if what.startswith("held"):
         return "A micro-batch is held until its W: some come too late, or too many F are ahead."
     if what.startswith("idle"):
+        if _waits_with_one_ready(got["plan"]):
+            return "A rank waits while a W of its own lies ready: do it then."
         return (
-            "A rank waits while a W of its own lies ready. Whoever has a long way to the last "
-            "stage's gradients needs them at the end; F and I, for which others wait, go first."
+            "Where a rank waits, no W of its own is ready: it did them too early, or their I too "
+            "late. The last stage, which is idle at the end, has most of them to keep."
         )
     if what.startswith("stages"):
         return "F, I and W of each micro-batch, on each stage, and no B."
     return None
+
+
+def _waits_with_one_ready(plan: list) -> bool:
+    """Return True if a rank isn't busy all the time from an I to the W that belongs to it."""
+    when = dry_run.simulate(plan)
+    for row in plan:
+        spans = [when[str(action)] for action in row]
+        for action in filter(lambda action: "W" in action, map(str, row)):
+            ready, begun = when[action.replace("W", "I")][1], when[action][0]
+            if begun - ready > sum(end - start for start, end in spans if ready <= start < begun):
+                return True
+    return False
 
 
 zero_bubble = Exercise(

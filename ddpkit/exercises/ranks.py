@@ -128,7 +128,7 @@ barrier_in_the_if: dist.barrier() → if turn == rank == 0: dist.barrier()
 wrong_words: "hello from rank {rank} of {world_size}" → "Hello from rank {rank}"
     The line must read exactly so, with the rank and the world size that torch tells.
 returns_it: print( → str(
-    This rank printed nothing. Every rank must take its turn, and print.
+    Nothing went through sys.stdout, where print() writes. Every rank must take its turn, and print.
 """),
 )
 

@@ -49,26 +49,27 @@ def lengths_trials(sums: bool, returns: str, halves: int = 1, lengths=LENGTHS, h
         after = sum(brought) if sums else 10**number
         for part in chunks if returns == "chunk" else [x] * world_size:
             right = {"x": after[part].tolist(), "returned": _place(part, x)}
-            expected.append(
-                {"sent": world_size > 1, "early": None} | right | {"too far": [], "too many": []}
-            )
+            told = {"sent": world_size > 1, "early": None, "elsewhere": False}
+            expected.append(told | right | {"too far": [], "too many": []})
         nbytes = halves * (world_size - 1) * x.nbytes
         most = hops[world_size] if hops else halves * (world_size - 1)
-        arguments = brought, returns, most, hops is None
+        arguments = brought, [right["x"] for right in expected], returns, most, hops is None
         yield Trial(world_size, _run, arguments, expected, nbytes, f"{numel} elements")
 
 
-def _run(answer, brought, returns, most, to_neighbours):
+def _run(answer, brought, right, returns, most, to_neighbours):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = brought[rank].clone()
     rank_1_comes_last()
     with unwritten_memory_shows():
         got = answer(x)
     sends = [record for record in recorder().records if record.op == "send" and record.bytes]
+    part = (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist()
     return {
         "sent": bool(recorder().records),
         "early": _passed_on_early(),
-        "x": (x if returns == "x" else x.tensor_split(world_size)[rank]).tolist(),
+        "elsewhere": part != right[rank] and _place(got, x) == f"a new tensor, {right[rank]}",
+        "x": part,
         "returned": _place(got, x),
         "too far": sorted({r.peer for r in sends if to_neighbours})[1:],  # to the left is as good
         "too many": [record.bytes for record in sends[most:]],
@@ -114,6 +115,8 @@ SAYS = {
     "sent": "rank {rank} sent nothing. In each of W-1 hops it sends a chunk.",
     "early": "rank {rank} passed a chunk on before it was there ({got}).\nWhat a rank sends in "
     "a hop came in the hop before: wait() for that first.",
+    "elsewhere": "what rank {rank} returned is right, but it is a new tensor, and x isn't right. "
+    "The caller looks into x: work in place.",
     "x": "what rank {rank} should have in x is {got}, expected {expected}.",
     "returned": "rank {rank} returned {got}, expected {expected} itself. The chunks of "
     "x.tensor_split(world_size) are views, and += writes into x; clone() and + make new tensors.",
@@ -233,7 +236,7 @@ by_hop: return plan → return [[*row] for row in zip(*plan)]
 
 def explain_sum(trial: Trial, rank: int, expected: dict, got: dict):
     """Explain a wrong sum by its digits, one for every chunk of every rank."""
-    if not got["sent"] or got["x"] == expected["x"]:
+    if not got["sent"] or got["elsewhere"] or got["x"] == expected["x"]:
         return None
     world_size, value = trial.world_size, got["x"][0]
     if not 0 <= value < 10 ** (world_size**2):
@@ -362,10 +365,10 @@ def _run_cost(answer, numel):
     return _ask_cost(answer, dist.get_world_size(), x.nbytes)
 
 
-def _ask_cost(answer, world_size, nbytes):
+def _ask_cost(answer, world_size, nbytes, of=""):
     cost = answer(world_size, nbytes)
     hops, nbytes, *more = cost if isinstance(cost, tuple | list) else (cost, None, None)
-    return {"numbers": 2 + len(more), "hops": hops, "bytes": nbytes}
+    return {"numbers": 2 + len(more), f"hops{of}": hops, f"bytes{of}": nbytes}
 
 
 def _counted(run: Run) -> list[dict]:
@@ -380,8 +383,10 @@ def _counted(run: Run) -> list[dict]:
 def _cost_trials():
     for world_size in (5, 2, 1):  # in small worlds many wrong formulas give right numbers
         yield Trial(world_size, _run_cost, (60,), _counted, what="240 bytes")
-    right = {"numbers": 2, "hops": 14, "bytes": 14 * 240 / 8}
-    yield Trial(2, _ask_cost, (8, 240), [right] * 2, what="asked about 8 ranks")
+    right = {"numbers": 2, "hops of 8 ranks": 14, "bytes of 8 ranks": 14 * 240 / 8}
+    yield Trial(
+        2, _ask_cost, (8, 240, " of 8 ranks"), [right] * 2, what="asked about 8 ranks, 240 bytes"
+    )
 
 
 ring_cost = Exercise(
@@ -398,6 +403,10 @@ ring_cost = Exercise(
         "must a chunk visit in the reduce-scatter, and how many in the all-gather?",
         "bytes": "The wire of a real ring counted {expected} bytes sent by each rank, yours are "
         "{got}. How many hops are there, and which part of the buffer is sent in each?",
+        "hops of 8 ranks": "A ring of 8 takes {expected} hops, yours are {got}. Count with the "
+        "arguments, not with this world.",
+        "bytes of 8 ranks": "Each rank in a ring of 8 sends {expected} bytes, yours are {got}. "
+        "Count with the arguments, not with this world, and round nothing.",
     },
     note="ddpkit.cost.volume knows this of every algorithm of the course.",
     mistakes=mistakes("""
@@ -412,6 +421,6 @@ bytes_of_w_hops: hops * nbytes / world_size → 2 * nbytes
 of_all_ranks: hops * nbytes / world_size → hops * nbytes
     Yours is what all ranks send together, W times as much as each of them.
 divides_first: hops * nbytes / world_size → hops // world_size * nbytes
-    Did // lose a fraction? 2*(W-1) // W is 1. Divide with /.
+    Yours is the buffer once. Each rank sends 2*(W-1)/W of it: did // lose the fraction?
 """),
 )

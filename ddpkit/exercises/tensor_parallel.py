@@ -77,10 +77,14 @@ def _read_pair(trial: Trial, rank: int, right: dict, seen: dict) -> str | None:
     return of_group(trial)
 
 
+def _dtype(size: int) -> torch.dtype:
+    return torch.float64 if size == 3 else torch.float32
+
+
 def _run_pair(answer, gradient_of_all, size):
     rank, group = dist.get_rank(), group_of(size)
-    x = torch.tensor([1.0, 2.0]) * 10**rank  # in float32: a wider sum would show on the wire
-    gradient = torch.tensor([3.0, 4.0])
+    x = torch.tensor([1.0, 2.0], dtype=_dtype(size)) * 10**rank  # another would show on the wire
+    gradient = torch.tensor([3.0, 4.0], dtype=_dtype(size))
     gradient *= 1 if gradient_of_all else 10**rank
     x.requires_grad_()
     begun = len(recorder().records)
@@ -112,8 +116,8 @@ def _pair(world_size: int, size: int, sums_forward: bool) -> list[dict]:
                 "calls in forward": called if sums_forward else {},
                 "gradient of x": [3 * passed, 4 * passed],
                 "calls in backward": {} if sums_forward else called,
-                "dtype of out": "torch.float32",
-                "bytes of its call": 8,
+                "dtype of out": str(_dtype(size)),
+                "bytes of its call": 2 * _dtype(size).itemsize,
                 BESIDE: [
                     3 * (passed + beside),
                     4 * (passed + beside),
@@ -204,9 +208,10 @@ def _linear(inputs: int) -> nn.Linear:
 
 
 def _rows(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make x, whole, and the gradient of out: 2 rows."""
-    x = torch.arange(1.0, 1 + 4 * world_size).double().view(2, 2 * world_size)
-    return x, torch.arange(1.0, 7.0).double().view(2, OUTPUTS)
+    """Make x, whole, and the gradient of out: 2 rows; with one more axis where 3 ranks share it."""
+    rows = (2, 1) if world_size == 3 else (2,)
+    x = torch.arange(1.0, 1 + 4 * world_size).double().view(*rows, 2 * world_size)
+    return x, torch.arange(1.0, 7.0).double().view(*rows, OUTPUTS)
 
 
 def _run_row(answer, size):
@@ -227,13 +232,13 @@ def _run_row(answer, size):
 def _row(world_size: int, size: int) -> list[dict]:
     """The specification: one process with the whole layer."""
     linear, (x, gradient) = _linear(2 * size), _rows(size)
-    weights = (gradient.T @ x).chunk(size, dim=-1)
+    weights = (gradient.flatten(0, -2).T @ x.flatten(0, -2)).chunk(size, dim=-1)
     inputs = (gradient @ linear.weight.data).chunk(size, dim=-1)
     return [
         {
             "out": whole(x @ linear.weight.data.T + linear.bias.data),
             "gradient of weight": whole(weights[rank % size]),
-            "gradient of bias": whole(gradient.sum(0)),
+            "gradient of bias": whole(gradient.flatten(0, -2).sum(0)),
             "gradient of x": whole(inputs[rank % size]),
             "calls in forward": {"all_reduce": 1},
             "calls in backward": {},

@@ -19,7 +19,7 @@ __tracebackhide__ = True  # a failing answer shows the reader's lines, not these
 
 # split_block(block)
 
-WIDTH, HEADS = 8, 4
+WIDTH, HEADS = 16, 8
 
 
 def _block(kv_heads: int) -> Block:
@@ -70,10 +70,10 @@ split_block = Exercise(
     trials=lambda: [
         Trial(W, _run_block, (kv, size), _blocks(size, kv) * (W // size), what=said)
         for W, size, kv, said in (
-            (2, 2, 4, "4 heads"),
-            (2, 2, 2, "4 heads, 2 of keys and values"),
-            (4, 4, 4, "4 heads"),
-            (4, 2, 4, "in groups of 2, 4 heads"),
+            (2, 2, 8, "8 heads"),
+            (2, 2, 4, "8 heads, 4 of keys and values"),
+            (4, 4, 8, "8 heads"),
+            (4, 2, 8, "in groups of 2, 8 heads"),
         )
     ],
     explain=of_group,
@@ -206,18 +206,19 @@ target_without_the_maximum: of_local = shifted.gather → of_local = logits.gath
 def _run_copies(answer, size):
     """Run the answer on gradients 1, 2, 3, … times 10ʳ on rank r; one parameter has none."""
     rank, group = dist.get_rank(), group_of(size)
-    shapes = {"a norm's weight": (2,), "not used": (2,), "a split weight": (2, 2), "a bias": (3,)}
-    copies, first = {}, 1.0
+    shapes = {"a norm's weight": (2,), "not used": (2,), "a split weight": (1, 2), "a bias": (2,)}
+    shapes |= {"a split bias": (2,), "a router": (1, 1)}  # axes don't tell copies from parts
+    copies, given, first = {}, {}, 1.0
     parameters = {what: nn.Parameter(torch.zeros(shape)) for what, shape in shapes.items()}
     for what, parameter in parameters.items():
         copies[parameter] = 1 if "split" in what else size
         if what != "not used":
             numbers = torch.arange(first, first + parameter.numel())
-            parameter.grad = numbers.view_as(parameter) * 10**rank
+            given[what] = parameter.grad = numbers.view_as(parameter) * 10**rank
             first += parameter.numel()
     begun = len(recorder().records)
     answer(copies, group)
-    seen = {f"gradient of {what}": whole(p.grad) for what, p in parameters.items()}
+    seen = {f"gradient of {what}": whole(given.get(what, p.grad)) for what, p in parameters.items()}
     sent = sum(record.bytes for record in recorder().records[begun:])
     return seen | {"bytes of its calls": sent}
 
@@ -231,8 +232,10 @@ def _copies(world_size: int, size: int) -> list[dict]:
         right.append(
             {
                 "gradient of a norm's weight": [tally, 2 * tally],
-                "gradient of a split weight": [n * 10.0**rank for n in (3, 4, 5, 6)],
-                "gradient of a bias": [n * tally for n in (7, 8, 9)],
+                "gradient of a split weight": [n * 10.0**rank for n in (3, 4)],
+                "gradient of a bias": [n * tally for n in (5, 6)],
+                "gradient of a split bias": [n * 10.0**rank for n in (7, 8)],
+                "gradient of a router": [9 * tally],
                 "gradient of not used": None,
                 "bytes of its calls": 5 * 4 if size > 1 else 0,
             }
@@ -256,7 +259,7 @@ sum_copies = Exercise(
     mistakes=mistakes("""
 sums_nothing: dist.all_reduce(flat, group=group) → pass
     A norm's gradient is that of this rank's tokens: each rank would move its copy another way, and
-    the loss still falls. Sum it over the ranks.
+    the loss still falls. Sum it over the ranks, in p.grad itself.
 averages: dist.all_reduce(flat, group=group) → dist.all_reduce(flat, group=group)
     ⏎flat /= dist.get_world_size()
     The loss is a mean over all tokens already, and each rank has the summands of its tokens: add
@@ -270,7 +273,7 @@ the_first_only: dist.all_reduce(flat, group=group) → dist.all_reduce(summands[
     Norms' weights aren't all: every parameter that all ranks hold alike, such as the bias after a
     reduce-scatter.
 in_new_tensors: gradient.copy_(total.view_as(gradient)) → gradient = total.view_as(gradient)
-    The gradients are as before. Write into them: dist.all_reduce(p.grad), or p.grad.copy_(...).
+    The gradients are as before. Write into p.grad itself: dist.all_reduce, or p.grad.copy_(...).
 """),
 )
 

@@ -49,6 +49,7 @@ STEPS = {  # computing, communication, and what is exposed
     "nothing sent": ([(0, 5)], [], 0),
     "nothing computed": ([], [(2, 5), (7, 8)], 4),
     "two streams compute": ([(0, 6), (4, 9)], [(5, 11)], 2),
+    "parts of a second": ([(0, 0.1875)], [(0.0625, 0.5)], 0.3125),
     "in no order": ([(9, 12), (0, 4)], [(20, 21), (3, 10), (4, 5)], 6),
 }
 
@@ -65,7 +66,7 @@ exposed = Exercise(
         "start": "How many seconds are covered by a list of spans? Sort them, and remember how far "
         "you have come.",
         "values": "What all spans together cover, less what computing alone covers.",
-        "error": "A list may be empty.",
+        "error": "A list may be empty, and times are seconds, whole or not.",
     },
     says={
         what: f"{what}, computing {a}, messages {b}: {{got}} s, expected {{expected}} s."
@@ -99,7 +100,7 @@ def token_loss(losses: Tensor) -> Tensor:
     return losses.sum() / tokens * dist.get_world_size()
 
 
-COUNTS = {2: [1, 2], 3: [2, 0, 3], 4: [1, 4, 2, 3], 1: [5]}  # tokens by rank
+COUNTS = {2: [1, 2], 3: [2, 0, 3], 4: [1, 4, 2, 3], 1: [257]}  # tokens by rank
 
 
 NUMBER = "a loss that is a number"
@@ -264,8 +265,8 @@ AS_IT_WAS = "the module is as it was"
 
 
 def add_to_the_last(tensor):
-    """Add 2⁻²⁰ to the last number, or 1 to an integer."""
-    tensor[-1:] += tensor.new_tensor(2.0**-20 if tensor.is_floating_point() else 1)
+    """Add a small step to the last number; float32 would lose that of a float64 or an int64."""
+    tensor[-1] += {torch.float32: 2.0**-20, torch.float64: 2.0**-40, torch.int64: 1}[tensor.dtype]
 
 
 def exchange(tensor):
@@ -274,9 +275,9 @@ def exchange(tensor):
     tensor.copy_(tensor.roll(-1))
 
 
-def turn_sign(tensor):
-    """Make the last number, 0.0 on the other ranks, -0.0: an equal number with other bits."""
-    tensor[-1] = -0.0
+def replace_zero(tensor):
+    """Make the last number NaN on rank 1, and -0.0, an equal number with other bits, elsewhere."""
+    tensor[-1] = math.nan if dist.get_rank() == 1 else -0.0
 
 
 def salted(value, plain=hash):
@@ -285,11 +286,11 @@ def salted(value, plain=hash):
 
 
 def replica(special):
-    """Make a module, the same on all ranks: all numbers are 1, those of 0.bias are `special`."""
-    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    """Make a module, the same on all ranks: numbers are 1, integers 2²⁴, 0.bias is `special`."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).double())
     module.register_buffer("mask", torch.ones(2), persistent=False)
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.fill_(1)
+        tensor.data.fill_(1 if tensor.is_floating_point() else 2**24)
     module[0].bias.data.copy_(torch.tensor(special))
     return module
 
@@ -328,11 +329,11 @@ def replicas_trials():
         ),
         (2, {"0.bias": [1]}, exchange, [2.0, 1.0, 1.0], "two numbers of a bias are exchanged"),
         (
-            3,
-            {"0.bias": [2]},
-            turn_sign,
+            4,
+            {"0.bias": [1, 2]},  # rank 3 has the NaN of rank 0
+            replace_zero,
             [math.nan, 0.0, 0.0],
-            "one 0 of a bias is -0, another is NaN",
+            "a 0 of a bias is NaN on rank 1, -0 on rank 2",
         ),
     ):
         expected = [{"apart": odd, AS_IT_WAS: True}] * world_size

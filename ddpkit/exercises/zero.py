@@ -40,11 +40,15 @@ def _planned(numels: tuple[int, ...], world_size: int) -> list[list[list]]:
     return shards
 
 
+def _listed(value):
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
 def _run_plan(answer, right):
     """Call the answer for plan after plan, up to the first that isn't right."""
     for (numels, world_size), planned in right.items():
         plan = answer(list(numels), world_size)
-        plan = json.loads(json.dumps(plan, default=int))  # tuples as lists, tensors as numbers
+        plan = json.loads(json.dumps(plan, default=_listed))  # tuples as lists
         if plan != planned:
             return right | {(numels, world_size): plan}
     return right
@@ -63,7 +67,11 @@ shard_plan = Exercise(
         "min((r+1) * length, first + numel); subtract `first`.",
     },
     praise="every element has one owner, and no shard is longer than n/W, rounded up.",
-    explain=lambda *_: "A list for each rank, of tuples (parameter, start, stop), perhaps empty.",
+    explain=lambda *_: (
+        "A list for each rank, of tuples (parameter, start, stop), perhaps empty: rank r's are of "
+        "elements r * length to (r+1) * length, all parameters end to end. length is n/W, rounded "
+        "up. Parts without an element are left out."
+    ),
     mistakes=mistakes("""
 loses_the_remainder: -(-sum(numels) // world_size) → sum(numels) // world_size
     n // W loses the remainder: the last elements have no owner. Round up, and pad the last shard.
@@ -154,6 +162,12 @@ zero_step = Exercise(
         "wire": "One reduce-scatter of the gradients, one all-gather of the parameters.",
     },
     praise="right on 1, 2 and 4 ranks, each with 1/W of the state and 2(W-1)/W of the bytes.",
+    says={
+        f"bytes in state after step {step}": f"bytes in state after step {step} on rank "
+        "{rank}: {got}, not {expected}, its shard's momentum. A view counts as the whole tensor, "
+        "which it keeps in memory."
+        for step in (1, 2, 3)
+    },
     note="Momentum by hand. ddpkit.zero.ZeroOptimizer does this with any elementwise optimizer.",
     mistakes=mistakes("""
 sums: (gradients) / world_size → (gradients)

@@ -103,71 +103,89 @@ def records_of(dump: dict, everybody: list[int]) -> Iterator[Record]:
     A record's `done` is 1.0 (not a time) if the call is complete, and None if it is open.
     Calls in a batch (batch_isend_irecv, coalescing managers) share one number. A further entry ends
     the batch, and only this one has a state that says whether the calls are complete; it yields no
-    record of its own.
+    record of its own. The beginning of a batch may be missing, since a recorder forgets old calls.
 
     dump: a dict of one rank, with "entries" and "pg_config".
     everybody: the ranks of the world, for groups whose members the dump leaves out.
     ValueError: see `_record`. KeyError and the like: an entry lacks a field, or has a wrong one.
     """
     batches: dict[tuple, list[dict]] = {}
-    for entry in dump["entries"]:
+    for entry in [*dump["entries"], *dump.get("from any", ())]:  # the latter only in our dumps
         is_message = entry.get("is_p2p", False)
         seq = entry["p2p_seq_id" if is_message else "collective_seq_id"]
         batches.setdefault((entry["process_group"][0], is_message, seq), []).append(entry)
     for batch in batches.values():
         end = batch[-1]
         done = end["state"] == "completed"
-        if end["profiling_name"].startswith("gloo:"):  # its recorder has no "completed"
+        on_cpu = end["profiling_name"].startswith("gloo:")
+        if on_cpu:  # its recorder has no "completed"
             done = end["retired"]
-        for place, entry in enumerate(batch[:-1] or batch):
+        ends_a_batch = end["profiling_name"].endswith("coalesced") and not end["input_sizes"]
+        if ends_a_batch and end is dump["entries"][0] and end.get("record_id") != 0:
+            continue  # its calls are forgotten
+        parts = batch[:-1] or batch
+        for place, entry in enumerate(parts, 1 - len(parts)):  # from the end, which is there
             part = f" part {place}" if place else ""
             record = _record(entry, part, dump["pg_config"], everybody)
             record.done = 1.0 if done else None
+            record.started = record.issued if on_cpu else None  # None: on a GPU's stream
             yield record
 
 
 def _record(entry: dict, part: str, groups: dict, everybody: list[int]) -> Record:
     """Return the record of one call, an entry of a dump.
 
-    part: added to the record's channel (a name for the group), " part 1" for example, to tell apart
-        the calls of a batch, which share one number. A message's channel goes without.
+    part: added to the record's channel (a name for the group), " part -1" for example, to tell
+        apart the calls of a batch, which share one number. A message's channel goes without.
     groups: the dump's pg_config, {name of a group: a dict with its "ranks"}.
     everybody: the ranks of the world.
+    Gloo's recorder leaves out the members. Then the group "0" is the world, and the `ranks` of
+    another group's collective are ().
     ValueError: a collective's number is less than 1 or more than `MOST_CALLS`.
     """
     name, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     group = entry["process_group"][0]
     members = tuple(members_of(groups[group])) if group in groups else ()
-    members = members or tuple(everybody)  # Gloo's recorder leaves them out
+    if not members and (group == "0" or name in MESSAGES):
+        members = tuple(everybody)
     out = name in ("recv", "scatter")  # in a scatter, only the root has an input
     sizes, dtypes = (entry[f"{'out' if out else 'in'}put_{of}"] for of in ("sizes", "dtypes"))
     dtype = TORCH_DTYPES.get(dtypes[0], dtypes[0]) if dtypes else ""
     shape = "×".join(map(str, sizes[0])) if len(sizes) == 1 else ""
     numel = sum(map(math.prod, sizes))
     name = OUR_NAMES.get(name, name)
-    detail = f"{shape or numel} {dtype}" if dtype else ""
-    detail += f", {peers}" if peers else ""
-    if len(members) < len(everybody) and name not in MESSAGES:
-        detail += f", {name_group(members)}" if detail else name_group(members)
+    words = [f"{shape or numel} {dtype}"] if dtype else []
+    if members and len(members) < len(everybody) and name not in MESSAGES:
+        words.append(name_group(members))
     frames = entry.get("frames") or [{"name": "?", "filename": "?", "line": 0}]
     theirs = (f for f in frames if not is_library(f["filename"]))
     frame = next((f for f in theirs if not LIBRARY.search(f["filename"])), frames[0])
     channel = group + part
     fingerprint = f"{name} {'' if name.startswith(UNEQUAL) else numel} {dtype}"
-    if name in MESSAGES:  # "0->1" or "1<-0", as places in the group
-        members = tuple(members[int(place)] for place in re.findall(r"\d+", peers))
-        members = members if name == "send" else members[::-1]
-        channel = f"{group} {members[0]}>{members[1]}"
-        fingerprint = f"{numel} {dtype}"
+    label = name_group(members) if members else f'group "{group}"'
+    peer = None
+    if name in MESSAGES:  # "0->1" or "1<-0", as places in the group; in ours -1 is any rank
+        me, other = map(int, re.split("->|<-", peers))
+        fingerprint = ""
+        if other >= 0:
+            peer = members[other]
+            members = (members[me], peer) if name == "send" else (peer, members[me])
+            channel = f"{group} {members[0]}>{members[1]}"
+            fingerprint = f"{numel} {dtype}"
+            label = name_group(members)
+        words.append(f"{'dst' if name == 'send' else 'src'}={'any' if peer is None else peer}")
+        if ours := re.search(r" (?:\d+>\d+:)?(\d+)\??$", group):  # as on the board, with the tag
+            channel = group
+            words += [f"tag={ours[1]}"] if ours[1] != "0" else []
     said = Said(
         op=name,
-        group="world" if len(members) == len(everybody) else name_group(members),
+        group="world" if len(members) == len(everybody) else label,
         ranks=members,
         channel=channel,
         fingerprint=fingerprint,
-        detail=detail,
+        detail=", ".join(words),
         bytes=numel * getattr(getattr(torch, dtype, None), "itemsize", 1),
-        peer=None,
+        peer=peer,
         shape=(),
         dtype=dtype,
         file=frame["filename"],

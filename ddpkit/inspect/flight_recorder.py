@@ -24,7 +24,8 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
 
     The folder is created if necessary; other files in it stay. A rank may keep only its last calls.
     In each group and between each two ranks, the calls before the first one that all ranks still
-    have are left out, so that the analyser doesn't take them for missing.
+    have are left out, so that the analyser doesn't take them for missing. A receive from any rank
+    that waits stays: it is no other rank's.
 
     wire: for each rank, its records.
     clock_s: the offset from `time.perf_counter()` to the time of day.
@@ -36,7 +37,7 @@ def write_dumps(folder: str | Path, wire: Sequence[Sequence[Record]], clock_s: f
         for channel, seq in {r.channel: r.seq for r in reversed(records)}.items():
             begins[channel] = max(seq, begins.get(channel, 0))
     for rank, records in enumerate(wire):
-        known = [record for record in records if record.seq >= begins[record.channel]]
+        known = [r for r in records if r.channel.endswith("?") or r.seq >= begins[r.channel]]
         dump = dump_of(rank, known, clock_s)
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
 
@@ -45,19 +46,21 @@ def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
     """Return the dump that the flight recorder of `rank` would write.
 
     It is a dict: "entries" is a list with a dict for each call, "pg_config" has the groups by name.
-    Left out are calls of new_group, and receives from any rank whose sender isn't known.
+    Calls of new_group are left out. A receive from any rank that waits is written as "recv 0<--1",
+    in a list "from any", since PyTorch's analyser would look for its partner.
 
     records: of this rank's calls, in order.
     clock_s: the offset from `time.perf_counter()` to the time of day.
     """
     groups = {}  # {name: (description, ranks)}
-    entries = []
+    entries, unknown = [], []
     for record in records:
         from_any = record.op == "recv" and record.peer is None
-        if record.op == "new_group" or from_any:
+        if record.op == "new_group" or (from_any and record.done is not None):
             continue
         is_message = record.op in MESSAGES
-        ranks = tuple(sorted((rank, record.peer))) if is_message else record.ranks
+        is_pair = is_message and not from_any
+        ranks = tuple(sorted((rank, record.peer))) if is_pair else record.ranks
         world = record.group == "world" and not is_message
         description = "default_pg" if world else "undefined"
         groups[record.channel] = description, ranks
@@ -66,24 +69,27 @@ def dump_of(rank: int, records: Sequence[Record], clock_s: float) -> dict:
         entry["op_id"] = len(entries) + 1
         entry["process_group"] = record.channel, description
         entry["collective_seq_id"] = entry["p2p_seq_id"] = record.seq + 1
-        entries.append(entry)
+        (unknown if from_any else entries).append(entry)
     config = {}
     for name, (description, ranks) in groups.items():
         config[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
-    return {"version": VERSION, "pg_config": config, "pg_status": {}, "entries": entries}
+    dump = {"version": VERSION, "pg_config": config, "pg_status": {}, "entries": entries}
+    return dump | {"from any": unknown}
 
 
 def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) -> dict:
     """Return the dump's entry for a call, without its ids and its group, which `dump_of` adds.
 
     Sizes are numbers of elements, since a record has no shapes. ranks: the members of the group, or
-    the two ranks of a message.
+    the two ranks of a message. Calls that no GPU's stream carries are named as Gloo's.
     """
     handed_in, comes_out = numels(record)
     dtype, name = DTYPES.get(record.dtype, record.dtype), NAMES.get(record.op, record.op)
     if record.op in MESSAGES:
         arrow = "->" if record.op == "send" else "<-"
-        name += f" {ranks.index(rank)}{arrow}{ranks.index(record.peer)}"
+        peer = -1 if record.peer is None else ranks.index(record.peer)
+        name += f" {ranks.index(rank)}{arrow}{peer}"
+    carrier = "nccl" if record.stream or record.on_stream else "gloo"
 
     def ns(seconds: float | None) -> int | None:
         return None if seconds is None else int((seconds + clock_s) * 1e9)
@@ -91,7 +97,7 @@ def _entry(record: Record, rank: int, ranks: tuple[int, ...], clock_s: float) ->
     return {
         "frames": [{"name": record.function, "filename": record.file, "line": record.line}],
         "pg_id": 0,
-        "profiling_name": f"nccl:{name}",
+        "profiling_name": f"{carrier}:{name}",
         "is_p2p": record.op in MESSAGES,
         "time_created_ns": ns(record.issued),
         "time_discovered_started_ns": ns(record.started),

@@ -319,21 +319,24 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
                 _, sent = ends["send"].get(key(record), (None, None))
                 if sent is None and _may_have_been_sent(run, ends, rank, record, cut):
                     continue
-                found.append(_not_received(rank, record, sent, ever, failed))
+                is_last = isinstance(run, HangError) and record is records[-1]
+                early = failed and not _waits_in(record, is_last)
+                found.append(_not_received(rank, record, sent, ever, failed, early))
             elif record.op == "send" and key(record) not in ends["recv"]:
                 raised = getattr(run, "rank", None) == rank
                 if not failed or record.done is None:
-                    stuck = failed and _waits_in(record) and not raised
+                    stuck = failed and _waits_in(record, False) and not raised
                     found.append(_not_taken(rank, record, ever, stuck))
     return [event for event in found if event]
 
 
-def _waits_in(record: Record) -> bool:
+def _waits_in(record: Record, is_last: bool) -> bool:
     """Return whether a rank waits in a message's call that never ended, as far as is known.
 
-    On the CPU its record says so. On a GPU, where it may not, the rank is taken to wait.
+    On the CPU its record says so. On a GPU, where it may not, the rank is taken to wait; and so if
+    it `is_last`, the last call in a hung run: it may ask again and again whether that has ended.
     """
-    return record.waited is not None or record.on_stream
+    return record.waited is not None or record.by_future or record.on_stream or is_last
 
 
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
@@ -423,7 +426,9 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
     return Event("stuck", text, records, status=status)
 
 
-def _not_received(rank: int, record: Record, sent: Record | None, ever: str, failed: bool):
+def _not_received(
+    rank: int, record: Record, sent: Record | None, ever: str, failed: bool, early: bool
+):
     """Return the event of a receive that never ended, with the reason.
 
     Return None if the launch failed while its message was still on the way, or before the rank
@@ -431,6 +436,7 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
     rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
     ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
     failed: whether the launch raised an error; if not, the rank never called wait() on its irecv.
+    early: whether it raised one before the rank waited for the message.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -440,7 +446,7 @@ def _not_received(rank: int, record: Record, sent: Record | None, ever: str, fai
         kind, status = "differ", {peer: f"sends {theirs}", rank: f"expects {ours}"}
         sends = f"rank {peer} sends {theirs} to rank {rank}"
         text = f"the ranks disagree: {sends}, which expects {ours}"
-    elif failed and not _waits_in(record):
+    elif early:
         return None
     elif not failed:
         text = f"rank {rank} asked for a message from {source} and never waited for it"

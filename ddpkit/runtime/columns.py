@@ -9,7 +9,8 @@ table of one channel the number counts the rank's calls on that channel, otherwi
 but finished new_groups. A rank's oldest calls may be missing, since the board keeps its last 256.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from ..tools.units import COLUMNS, name_group, name_some
 from .board import MESSAGES, Record
@@ -90,16 +91,19 @@ def _without_group(record: Record) -> str:
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
     """Yield the lines that show the last calls of `ranks` in all groups.
 
-    If the n-th calls of all `ranks` should be the same (`_comparable`), this is a table with a mark
-    where they first differ. Otherwise they may rightly differ. Then it is a table without a mark
-    or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's last calls.
+    If the n-th calls of all `ranks` should be the same (`_comparable`), this is a table, with a
+    mark where they first differ if `stuck`. Otherwise they may rightly differ. Then it is a table
+    without a mark or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's
+    last calls.
     ranks: those to show; the look holds the calls of all.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
-        difference; False if the rank may only be late.
+        difference; False if the rank may only be late, and nothing is marked.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
     if _comparable(look, ranks):
-        yield from _table("calls", texts, _first_difference(texts, stuck), len(look.ranks))
+        alike = {rank: numbered_calls(look, rank, _must_agree) for rank in ranks}
+        differs = _first_difference(alike, stuck) if stuck else None
+        yield from _table("calls", texts, differs, len(look.ranks))
     elif max(len(column) for column in texts.values()) <= LAST_CALLS:
         yield from _table("calls", texts, None, len(look.ranks))
     else:  # a number says nothing about another rank's call of the same number
@@ -208,7 +212,14 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
             yield f"{ranks}: {', '.join(numbered)}"
 
 
-def numbered_calls(look: Look, rank: int) -> dict[int, str]:
+def _must_agree(record: Record) -> str:
+    """Return what must be the same in calls that belong together, as a text."""
+    return f"{record.group} {record.fingerprint or record.call}"
+
+
+def numbered_calls(
+    look: Look, rank: int, say: Callable[[Record], str] = attrgetter("call")
+) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
     A rank's calls are numbered in the order in which it made them, without complete new_groups.
@@ -216,9 +227,9 @@ def numbered_calls(look: Look, rank: int) -> dict[int, str]:
     41. The oldest call that is left of a channel shows how many came before it there. If none is
     left of a channel, its calls aren't counted: the numbers are too low, and may not match those of
     other ranks.
+    say: returns a call's text.
     """
     records = [r for r in look.records[rank] if r.op != "new_group" or r.done is None]
     before = {record.channel: record.seq for record in reversed(records)}
     forgotten = look.board.calls(rank) - len(look.records[rank])  # with new_groups
-    calls = (record.call for record in records)
-    return dict(enumerate(calls, start=min(forgotten, sum(before.values())) + 1))
+    return dict(enumerate(map(say, records), start=min(forgotten, sum(before.values())) + 1))

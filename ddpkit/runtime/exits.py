@@ -7,6 +7,8 @@ the main thread may be in a call of C++ that never returns.
 
 import contextlib
 import ctypes
+import gc
+import io
 import os
 import select
 import signal
@@ -62,7 +64,8 @@ def end_child(pid: int, error: BaseException | None = None) -> None:
     """End this process if it isn't the rank, but a child that the user's code has forked there.
 
     Otherwise a child that leaves the user's code, perhaps by sys.exit, would report in the rank's
-    name. It ends at once: Python's own way may wait for threads of torch's, which it doesn't have.
+    name. It ends at once, without atexit functions: Python's own way may wait for threads of torch,
+    which it doesn't have.
     pid: the rank's process id. error: the exception that ended the user's code, which decides on
         the exit code as in Python, and is printed unless it is a SystemExit; None: it has returned.
     """
@@ -74,9 +77,10 @@ def end_child(pid: int, error: BaseException | None = None) -> None:
     elif not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    for stream in sys.stdout, sys.stderr:
-        with contextlib.suppress(OSError, ValueError):  # closed
-            stream.flush()
+    for stream in gc.get_objects():  # its open files, and standard output
+        if isinstance(stream, io.IOBase):
+            with contextlib.suppress(OSError, ValueError):  # closed, or only read
+                stream.flush()
     exit_at_once(code or 0)
 
 

@@ -23,7 +23,8 @@ MOST_FRAMES = 30  # of an error, that a report shows
 LAST_LINES = 5  # of a rank's output
 MODULE_CALLS = "_wrapped_call_impl", "_call_impl"  # by which torch calls a module's forward
 LOST_PEER = re.compile(
-    "Connection closed by peer|Connection reset by peer|Broken pipe|connection was (closed|aborted)"
+    "Connection closed by (remote )?peer|Connection reset by peer|Broken pipe|"
+    "connection was (closed|aborted)|remote process exited or there was a network error"
 )
 NETWORK = "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError"
 FAULT = re.compile("CUDA error|Assertion")

@@ -74,9 +74,17 @@ class Look:
         made their call, if its GPU has an earlier open call of the group in its queue, and so may
         never come to theirs. This isn't certain: NCCL may buffer a short message, so that its send
         ends without the receive, and the queue moves on.
+    reached: for each rank, {channel: index of its last call there}, if more is known of it than the
+        board holds; None: what the board holds.
     """
 
-    def __init__(self, board: Board, events: list[int] | None = None, standstill: bool = False):
+    def __init__(
+        self,
+        board: Board,
+        events: list[int] | None = None,
+        standstill: bool = False,
+        reached: list[dict[str, int]] | None = None,
+    ):
         self.board = board
         self._events = board.events() if events is None else events
         self._standstill = standstill
@@ -84,7 +92,8 @@ class Look:
         # A rank writes its call before its state; read the other way round, a state has its call.
         self._states = [board.state(rank) for rank in self.ranks]
         self.records = [board.records(rank) for rank in self.ranks]
-        self._reached = [dict(sorted(map(_channel_and_seq, rs))) for rs in self.records]  # the last
+        last = (dict(sorted(map(_channel_and_seq, records))) for records in self.records)
+        self._reached = reached or list(last)
         self.now = [self._situation(rank) for rank in self.ranks]
         self._put_hopeless_waits_first()
 

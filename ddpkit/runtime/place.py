@@ -5,6 +5,7 @@ Python nor to an installed package. If a framework such as lightning stands betw
 the call, via is the framework's line as "file:line:function"; otherwise it is "".
 """
 
+import contextlib
 import linecache
 import os
 import site
@@ -81,13 +82,20 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     If no line is the user's, return the framework's. If the stack has no framework either, it may
     be that of a thread of autograd: then return the line that called backward, in whichever thread.
     If no thread is in backward, the call itself was handed to a thread, as by pool.submit: return
-    the line that the main thread has reached. Without that, return the line of `frame` itself.
+    the line that the main thread has reached, with the line of Python's that runs the thread as
+    via. Without that, return the line of `frame` itself.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
-        main = sys._current_frames().get(threading.main_thread().ident)
-        other = _in_backward() or innermost(main, is_library)
-        return _place(frame) if other is None else place_in(other)
+        in_backward = _in_backward()
+        if in_backward is not None:
+            return place_in(in_backward)
+        main = innermost(sys._current_frames().get(threading.main_thread().ident), is_library)
+        runs = innermost(frame, _is_library_or_wrapper)
+        if main is None or runs is None:
+            return _place(frame)
+        file, line, function, _ = _place(runs)
+        return *place_in(main)[:3], f"{file}:{line}:{function}"
     if not is_installed(outside_torch.f_code.co_filename):
         return _place(outside_torch)
     own = innermost(outside_torch, _is_library_or_installed)
@@ -127,6 +135,11 @@ def _is_library_or_installed(file: str) -> bool:
     return is_library(file) or is_installed(file)
 
 
+def _is_library_or_wrapper(file: str) -> bool:
+    """Return whether `file` is torch's or ddpkit's, or that of Python's context managers."""
+    return (not is_pythons(file) and is_library(file)) or file == contextlib.__file__
+
+
 def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the line at which `frame` is, with "" for via."""
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, ""
@@ -136,17 +149,20 @@ def handled() -> str:
     """Return the exception that this thread is handling: "ValueError: no data (train.py:12)".
 
     It is "" outside of `except`, and of a `finally` that an exception leads to. The line is the
-    innermost of the user's code that raised it or let it through, if there is one.
+    innermost of the user's code that raised it or let it through, if there is one. The text is the
+    first argument, if that is a string or a number: str(error) may fail, or wait for a GPU.
     """
     error = sys.exc_info()[1]
     if error is None:
         return ""
-    text = str(error).strip().partition("\n")[0][:100]
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
-    users = [(file, line) for file, line in lines if not _is_library_or_installed(file)]
-    return f"{said} ({short_path(users[-1][0])}:{users[-1][1]})" if users else said
+    said = type(error).__name__
+    if error.args and isinstance(error.args[0], str | int | float):
+        text = error.args[0] if isinstance(error.args[0], str) else str(error.args[0])
+        said += f": {text[:100].strip().partition(chr(10))[0]}"
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not _is_library_or_installed(frame.f_code.co_filename):
+            return f"{said} ({short_path(frame.f_code.co_filename)}:{line})"
+    return said
 
 
 def describe_place(place: tuple) -> str:

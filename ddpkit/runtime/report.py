@@ -6,6 +6,7 @@ and its `Situation`: whether the rank waits, in which call, and for which ranks.
 functions return (headline, advice), two texts that `report` puts around what it says of the ranks.
 """
 
+import linecache
 import math
 import re
 import time
@@ -81,7 +82,12 @@ def _how_to_agree(records: list[Record]) -> str:
     if len({record.op for record in records if record.op not in MESSAGES}) > 1:
         alike = "Every rank must make the same collective calls in the same order."
         return f"{alike} Is one of them under an `if`?"
+    skipped = "These look like two different calls: one rank skipped a call, or made one more."
+    skipped += " Is one of them under an `if`, or did one loop end early?"
+    other_shapes = len({record.shape for record in records}) > 1
     if len({record.dtype for record in records}) > 1:
+        if other_shapes and records[0].op not in MESSAGES:
+            return skipped
         return "Both sides must use the same dtype; the bytes would be read as other numbers."
     # Of a scatter the root has all parts, the others one.
     sizes = {math.prod(r.shape) if r.op == "scatter" else r.bytes for r in records}
@@ -90,10 +96,9 @@ def _how_to_agree(records: list[Record]) -> str:
         return f"{same} Did one side skip a message?" if _far_apart(sizes) else same
     if len(sizes) > 1:
         if len({record.place for record in records}) > 1 or _far_apart(sizes):
-            skipped = (
-                "These look like two different calls: one rank skipped a call, or made one more."
-            )
-            return f"{skipped} Is one of them under an `if`, or did one loop end early?"
+            return skipped
+        if any("object_list" in linecache.getline(r.file, r.line) for r in records):
+            return "Every rank must pass a list of the same length."
         alike = "Every rank must bring the same number of elements."
         return f"{alike} Did the last batch shrink on one rank?"
     return "Every rank must name the same root and the same operation."
@@ -180,8 +185,9 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
     A rank is late if it is in no call while others wait for it. The headline names the late ranks
     and those that wait for them; the advice asks what keeps the first late rank at its line. If
-    none is late, the headline names the ranks inside calls, and the advice asks which call is one
-    too many or, if no rank is inside one, whether all ranks made the same calls.
+    none is late, the headline names the ranks inside calls, and the advice names a message whose
+    handle was deleted or, without one, asks which call is one too many. If no rank is inside a
+    call, it asks whether all ranks made the same calls.
     look: the state of all ranks. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
@@ -194,7 +200,7 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
             return f"{said}, and no rank is inside a call.", "Did all ranks make the same calls?"
         are = "is" if len(inside) in (1, len(look.now)) else "are"
         said += f", and {name_ranks(inside, len(look.now))} {are} inside a call."
-        return said, "Which of these calls is one too many?"
+        return said, let_go(look) or "Which of these calls is one too many?"
     for_them = [s for s in waiting if not set(absent).isdisjoint(s.missing)]
     who = name_ranks([s.rank for s in for_them])
     wait = "waits" if len(for_them) == 1 else "wait"
@@ -413,6 +419,9 @@ def report(
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
     Below the table stands a warning for each rank that may be in an endless loop, if there is one.
+    advice: what to do. If, for example, rank 0's third process group has other members than rank
+        1's third, these may never connect: a text that explains this (`crossed`) replaces it. If a
+        rank is in a call that it made in an `except` or `finally`, a sentence before it says so.
     look: the state of all ranks.
     stuck: whether the table marks as a difference (≠) a call that only some ranks have made. True:
         the others will never make it. False: they may only be late.
@@ -424,6 +433,11 @@ def report(
         ranks_by_place.setdefault(_where(look.now[rank], look), []).append(rank)
     places = [f"{name_some(r, len(look.ranks))}: {place}" for place, r in ranks_by_place.items()]
     calls = last_calls(look, ranks, _guilty(look, ranks), stuck)
+    advice = crossed(look) or advice
+    amid = next((s for s in look.now if s.call and s.call.amid), None)
+    if amid and not all(s.call and s.call.amid for s in look.now):  # all may run in an `except`
+        its = f"Rank {amid.rank} makes its call while it handles an exception"
+        advice = f"{its}: look at that first. {advice}"
     return "\n".join([headline, "", *places, "", *calls, *_loops(look), "", advice])
 
 
@@ -435,11 +449,15 @@ def _where(s: Situation, look: Look) -> str:
     the rank's other threads wait.
     """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
+    if state == "computing" and (unseen := _open_in_cpp(look, s.rank)):
+        state = f"computing, or waiting in C++ in {unseen.call}"
     missing = f" for {_others(s, look)}" if s.missing else ""
     call = f" in {s.call.call}" if s.call else ""
     lines = [f"{state}{missing}{call}"]
     if s.place:
         lines.append(f"  {describe_place(s.place)}")
+    if s.call and s.call.amid:
+        lines.append(f"  while it handles {s.call.amid}")
     via = s.call.via if s.call else (*(s.place or ()), "", "", "", "")[3]
     if via:
         file, line, function = via.rsplit(":", 2)
@@ -447,6 +465,14 @@ def _where(s: Situation, look: Look) -> str:
     for other in s.more:
         lines.append(f"  another thread: {_where(other, look)}")
     return "\n".join(lines)
+
+
+def _open_in_cpp(look: Look, rank: int) -> Record | None:
+    """Return the first open call of `rank` whose future was taken, as by DDP, or None.
+
+    C++ code may wait for that future, which leaves no mark on the board.
+    """
+    return next((r for r in look.records[rank] if r.by_future and r.done is None), None)
 
 
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:

@@ -126,8 +126,8 @@ def equally_spaced(ranks: Sequence[int]) -> range | None:
     """Return ascending numbers as a range; None if they aren't equally spaced."""
     if not ranks:
         return None
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    spaced = range(ranks[0], ranks[-1] + 1, max(1, step))  # a message to itself has a rank twice
+    step = max(1, ranks[1] - ranks[0]) if len(ranks) > 1 else 1  # a message to itself: rank twice
+    spaced = range(ranks[0], ranks[0] + step * len(ranks), step)
     return spaced if list(spaced) == list(ranks) else None
 
 

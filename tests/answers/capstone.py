@@ -193,6 +193,12 @@ def loss_in_bfloat16(losses, group=None):
     return pair[0] / pair[1]
 
 
+def loss_in_float16(losses, group=None):
+    pair = torch.stack([losses.detach().sum(), torch.tensor(float(len(losses)))]).half()
+    dist.all_reduce(pair, group=group)
+    return pair[0] / pair[1]
+
+
 def wider_at_the_end(gradients, copies, group=None):
     total = torch.zeros(())
     for gradient, count in zip(gradients, copies, strict=True):
@@ -320,7 +326,8 @@ WRONG = [
     ("logged_loss", a_number, "returns on rank 0: 'float', not ()"),
     ("logged_loss", loss_in_two_calls, "rank 0 made 2 calls, where one does"),
     ("logged_loss", loss_of_all_losses, "rank 0 made 2 calls, where one does"),
-    ("logged_loss", loss_in_bfloat16, "2.3 a rank on rank 0: [2.297], not [2.3]"),
+    ("logged_loss", loss_in_bfloat16, "2.3 a rank on rank 0: [2.312], not [2.3]"),
+    ("logged_loss", loss_in_float16, "2.3 a rank on rank 0: [inf], not [2.3]"),
     ("mesh_norm", wider_at_the_end, "in float32 on rank 0: (inf"),
     ("mesh_norm", lengths_of_ranks, "parts alone, in pairs, on all on rank 0: ("),
     ("mesh_norm", wider_too_late, "in float16 on rank 0: (inf"),

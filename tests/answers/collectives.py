@@ -92,3 +92,12 @@ RIGHT = [
     ("all_gather", all_gather_as_broadcasts),
     ("reduce_scatter", reduce_scatter_one_after_the_other),
 ]
+
+
+def broadcast_in_float32(tensor, src):
+    narrow = tensor.float()
+    collectives.broadcast(narrow, src)
+    tensor.copy_(narrow)
+
+
+WRONG = [("broadcast", broadcast_in_float32, "or send a smaller dtype?")]

@@ -49,9 +49,18 @@ class HeadsByLists(torch.autograd.Function):
         return out.movedim(0, -4).flatten(-4, -3), None
 
 
+class HeadsOfABatch(HeadsByLists):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        _, _, _, _ = x.shape
+        return HeadsByLists.forward(ctx, x, group)
+
+
 RIGHT = [
     ("zigzag", zigzag_as_lists),
     ("pairs_of_hop", pairs_by_comprehension),
     ("ring_backward", backward_with_zeros_first),
     ("HeadsForTokens", HeadsByLists),
 ]
+
+WRONG = [("HeadsForTokens", HeadsOfABatch, "not enough values to unpack (expected 4, got 3)")]

@@ -244,7 +244,7 @@ class SendsTheWeightsInEachStep(NaiveDDPWhole):
 
 WRONG = [
     ("NaiveDDP", SendsTheStateDict, "the buffers on rank 1"),
-    ("NaiveDDP", SendsTheWeightsInEachStep, "synchronize on rank 0 sent parameters"),
+    ("NaiveDDP", SendsTheWeightsInEachStep, "after wrapping, rank 0 sent parameters"),
     ("average_gradients", gathers_everything, "bytes more than an all_reduce of each"),
     ("average_gradients", sends_the_frozen_too, "made 1 calls more than there are trained"),
     ("average_gradients", counts_ranks_each_time, "bytes more than an all_reduce of each"),
@@ -254,3 +254,54 @@ WRONG = [
     ("sum_or_mean", counts_rows_in_bytes, "mean over 128 and 128 rows"),
     ("sum_or_mean", gathers_all_to_sum, "bytes more than an all_reduce of each"),
 ]
+
+
+def average_gradients_upside_down(module):
+    average_gradients_by_avg(module)
+    for parameter in _trained(module):
+        parameter.grad = parameter.grad.flip(0)
+
+
+def average_gradients_in_float32(module):
+    average_gradients_by_avg(module)
+    for parameter in _trained(module):
+        parameter.grad = parameter.grad.float().to(parameter.dtype)
+
+
+def push_and_pull_in_float32(model):
+    flat = torch.cat([parameter.grad.flatten().float() for parameter in _trained(model)])
+    dist.send(flat, 0)
+    dist.recv(flat, 0)
+    torch.nn.utils.vector_to_parameters(flat, _trained(model))
+
+
+class SendsTheWeightsInForward(NaiveDDPWhole):
+    def forward(self, *inputs):
+        for parameter in self.module.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        return self.module(*inputs)
+
+
+class ForgetsTheMean(check.HookedDDP.reference):
+    def average(self, parameter):
+        dist.all_reduce(parameter.grad / dist.get_world_size())
+
+
+WRONG += [
+    ("average_gradients", average_gradients_upside_down, "Is each number in its place?"),
+    ("average_gradients", average_gradients_in_float32, "has lost digits"),
+    ("push_and_pull", push_and_pull_in_float32, "Both sides must use the same dtype"),
+    ("NaiveDDP", SendsTheWeightsInForward, "after wrapping, rank 0 sent parameters"),
+    ("HookedDDP", ForgetsTheMean, "weight.grad is still rank 0's own"),
+]
+
+
+def sum_or_mean_by_objects(module, reduction, rows):
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, rows)
+    for parameter in _trained(module):
+        parameter.grad *= rows / sum(counts) if reduction == "mean" else 1
+        dist.all_reduce(parameter.grad)
+
+
+RIGHT += [("sum_or_mean", sum_or_mean_by_objects)]

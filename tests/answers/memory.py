@@ -213,3 +213,13 @@ WRONG = [
     ("block_bytes", block_bytes_one_percent_off, "Yours is 33.7sbd + 4.96bs²H"),
     ("block_bytes", block_bytes_with_a_little_more, "how many sbd, and how many bs²H?"),
 ]
+
+
+class CheckpointOfItsFirstInput(CheckpointByAutogradGrad):
+    @staticmethod
+    def backward(ctx, gradient):
+        _, of_x, *others = CheckpointByAutogradGrad.backward(ctx, gradient)
+        return None, of_x, *(None for _ in others)
+
+
+WRONG += [("Checkpoint", CheckpointOfItsFirstInput, "one has two inputs: the gradient of x")]

@@ -1,6 +1,7 @@
 """Answers to the exercises of notebook 05 that are right, though not written as the reference."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -156,4 +157,23 @@ class ScalesTheLearningRate(LossScaler):
 WRONG += [
     ("master_step", master_step_by_the_learning_rate, "AdamW"),
     ("LossScaler", ScalesTheLearningRate, "growth_interval 2"),
+]
+
+
+def quantise_in_place(x, block):
+    numbers, scales = quantise_in_a_loop(x, block)
+    x /= scales.max()
+    return numbers, scales
+
+
+class LooksAtTheLast(LossScaler):
+    def unscale_(self, optimizer):
+        for gradient in _gradients(optimizer)[:-1]:
+            gradient /= self.factor
+        super().unscale_(SimpleNamespace(param_groups=optimizer.param_groups[-1:]))
+
+
+WRONG += [
+    ("quantise", quantise_in_place, "`x` isn't what it was"),
+    ("LossScaler", LooksAtTheLast, "inf on rank 0: step 1 on rank 0"),
 ]

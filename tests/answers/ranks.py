@@ -1,5 +1,7 @@
 """Answers to the exercises of notebook 00 that are right, though not written as the reference."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -41,4 +43,9 @@ RIGHT = [
     ("say_hello", say_hello_barriers_first),
     ("say_hello", say_hello_waiting_in_the_others_turns),
     ("neighbours", neighbours_by_cases),
+]
+
+WRONG = [
+    ("say_hello", lambda: print("hello", file=sys.stderr), "Nothing went through sys.stdout"),
+    ("neighbours", lambda: torch.ones(2).long().numpy(), "has [1, 1], expected (1, 1).\nReturn"),
 ]

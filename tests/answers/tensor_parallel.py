@@ -86,7 +86,20 @@ class SumsInFloat64(torch.autograd.Function):
         return gradient, None
 
 
+class SumsInFloat32(SumsInFloat64):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        return SumsInTheBackground.forward(ctx, x.float(), group).to(x.dtype)
+
+
+class RowOfMatrices(RowParallelLinear):
+    def forward(self, x):
+        return SumsInTheBackground.apply(x.mm(self.weight.T), self.group) + self.bias
+
+
 WRONG = [
     ("SumOverRanks", SumsInFloat64, "bytes of its call"),
+    ("SumOverRanks", SumsInFloat32, "bytes of its call"),
+    ("RowParallelLinear", RowOfMatrices, "self must be a matrix"),
     ("rows_and_seed", share_of_a_mesh_with_two_rows, "a mesh of 4 × 1"),
 ]

@@ -90,7 +90,29 @@ def loss_of_all_logits(logits, targets, start, group=None):
     return F.cross_entropy(whole, targets, reduction="none")
 
 
+def block_with_fewer_repeats(block, group=None):
+    block = block_itself(block, group)
+    block.repeats //= dist.get_world_size(group)
+    return block
+
+
+def copies_by_axes(copies, group=None):
+    for parameter in copies:
+        if parameter.dim() == 1 and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def copies_replaced(copies, group=None):
+    for parameter, count in copies.items():
+        if count > 1 and parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+            dist.all_reduce(parameter.grad, group=group)
+
+
 WRONG = [
+    ("split_block", block_with_fewer_repeats, "8 heads, 4 of keys and values: "),
+    ("sum_copies", copies_by_axes, "gradient of a split bias on rank 0: [77.0, 88.0], not [7.0"),
+    ("sum_copies", copies_replaced, "p.grad itself"),
     ("vocabulary_cross_entropy", loss_of_equal_parts, "5, 3, 6, 4 tokens of the vocabulary"),
     ("vocabulary_cross_entropy", loss_of_all_logits, "Sum what a rank has by itself"),
 ]

@@ -7,6 +7,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from ddpkit.exercises.on_rank import bits
+
 
 def loss_with_everyones_counts(losses):
     counts = [torch.zeros(()) for _ in range(dist.get_world_size())]
@@ -130,11 +132,37 @@ def in_the_caller_s(gradient):
     return gradient
 
 
+def exposed_in_whole_seconds(computing, communication):
+    busy = {second for begin, end in computing for second in range(int(begin), round(end))}
+    sent = {second for begin, end in communication for second in range(int(begin), round(end))}
+    return float(len(sent - busy))
+
+
+def loss_of_eight_bits(losses):
+    tokens = torch.tensor([len(losses)]).to(torch.uint8)
+    dist.all_reduce(tokens)
+    return losses.sum() / tokens[0] * dist.get_world_size()
+
+
+def replicas_without_nan(module):
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return apart({n: (t.nan_to_num().tolist(), t.signbit().tolist()) for n, t in tensors})
+
+
+def replicas_in_float32(module):
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return apart({name: bits(tensor.float()) for name, tensor in tensors})
+
+
 WRONG = [
+    ("exposed", exposed_in_whole_seconds, "parts of a second, computing [(0, 0.1875)]"),
     ("out_of_sight", signs, "AdamW's weights ended"),
     ("out_of_sight", the_other_way, "AdamW's weights ended '218% of their way' apart"),
     ("out_of_sight", in_the_caller_s, "`gradient` isn't what it was before the call"),
     ("token_loss", zero_of_its_own, "the loss on rank 1 doesn't lead back to the weights"),
+    ("token_loss", loss_of_eight_bits, "257.0"),
+    ("replicas_apart", replicas_without_nan, "{'0.bias': [2]}, expected {'0.bias': [1, 2]}"),
+    ("replicas_apart", replicas_in_float32, "{'mask': [1, 2]}, expected {'1.running_mean': [2]"),
     ("replicas_apart", replicas_by_sums, "rank 0 returns {'1.running_mean': [2]}, expected"),
     ("replicas_apart", replicas_by_broadcast, "on rank 1 the module isn't what it was"),
     ("replicas_apart", replicas_on_rank_0, "rank 1 returns None, expected {'0.weight': [1]}"),

@@ -162,3 +162,21 @@ WRONG = [
     ("clip_grad_norm_", clips_by_gathering, "bytes sent, where one or two numbers do"),
     ("zero_step", keeps_its_state_in_float64, "bytes in state after step 1"),
 ]
+
+RIGHT += [
+    ("shard_plan", lambda *plan: (torch.tensor(shard).numpy() for shard in shard_plan(*plan))),
+    ("model_states", lambda *of: torch.tensor(model_states_stage_by_stage(*of))),
+]
+
+
+def keeps_a_view_of_the_gradients(parameters, gradients, state, lr=1 / 16, beta=1 / 2):
+    momentum = ring_reduce_scatter(gradients).div_(_size())
+    state["momentum"] = momentum.add_(state.get("momentum", 0), alpha=beta)
+    _shard(parameters).sub_(lr * momentum)
+    ring_all_gather(parameters)
+
+
+WRONG += [
+    ("shard_plan", lambda *plan: [[*s, (0, 0, 0)] for s in shard_plan(*plan)], "are left out"),
+    ("zero_step", keeps_a_view_of_the_gradients, "A view counts as the whole tensor"),
+]

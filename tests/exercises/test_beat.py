@@ -181,6 +181,8 @@ def test_what_is_no_schedule_is_refused_in_words():
     assert "this would hang" in said.text
     assert "expected a list of lists of actions, got None" in beat.beat_schedule(None, 4, 8, 3).text
     assert "got nothing of stage 0" in beat.beat_schedule([[], []], 2, 4, 3).text
+    stray = [[*one_f_one_b(1, 4)[0], "0F77"]]
+    assert "take 0F77 out: the last of 4" in beat.beat_schedule(stray, 1, 4, most=4).text
     assert "got None" in beat.beat_ten_schedules(lambda *setting: None).text
     said = beat.beat_ten_schedules(one_f_one_b(4, 8))
     assert "expected the function itself, my_schedule, got list" in said.text

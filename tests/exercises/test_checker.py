@@ -96,8 +96,8 @@ def test_a_mistake_of_the_table_is_an_answer():
 
 def test_what_no_known_mistake_does_is_explained_or_gets_the_hint_of_its_stage():
     ours = exercise()
-    assert "Hint" not in ours(lambda x: 7).text
-    assert "Hint: Add twice." in ours(lambda x: 7).text
+    assert "A hint" not in ours(lambda x: 7).text
+    assert "A hint, in case it is this: Add twice." in ours(lambda x: 7).text
     assert [str(ours.hint()), str(ours.hint())] == ["Add.", "Add."]
     explained = exercise(explain=lambda trial, rank, expected, got: f"{got} on {rank}?")
     assert "7 on 0?" in explained(lambda x: 7).text
@@ -113,6 +113,7 @@ def test_an_argument_is_left_as_it_was():
     ours = exercise(mistakes=[])
     ours.trials = lambda: [Trial(1, in_a_list, (1,), [2])]
     assert "`x` isn't what it was before the call" in ours(empties).text
+    assert "A hint" not in ours(empties).text  # its cause is told
 
 
 def test_a_list_that_may_be_written_to_keeps_its_tensors():
@@ -217,7 +218,7 @@ def test_right_answers_are_praised_and_forget_failures():
     ours = exercise()
     ours(lambda x: 7)
     assert str(ours(double)) == "✓ double: doubled.\nlines: yours 4, ours 4"
-    assert "Hint" not in ours(lambda x: 7).text
+    assert "A hint" not in ours(lambda x: 7).text
 
 
 def test_what_can_not_be_run_is_refused():

@@ -56,3 +56,9 @@ def test_failed_check_offers_a_replay_of_the_smallest_failing_world():
     assert "rank 0 sends" in repr(check.broadcast.replay())
     check.broadcast(check.broadcast.reference)
     assert "the last check passed" in check.broadcast.replay().text
+
+
+def test_where_nothing_was_sent_nothing_is_said_of_what_arrives():
+    said = check.broadcast(lambda tensor, src: tensor).text
+    assert "not [10, 10, 10]. No rank sent anything." in said
+    assert "What arrives" not in said
