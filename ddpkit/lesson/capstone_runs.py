@@ -1,4 +1,4 @@
-"""Run notebook 15's training: with a rank killed, a checkpoint damaged on disk, under torchrun.
+"""Run notebook 15's training, kill a rank in the middle, damage a checkpoint, use torchrun.
 
 A `TrainConfig` says what is trained, on which mesh of ranks, and in which folder checkpoints are
 kept. The functions with a `config` argument are to be launched on every rank; the others are called

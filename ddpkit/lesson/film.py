@@ -196,9 +196,10 @@ class Holdings:
     def share(self, record: Record, after: list | None, owners: list) -> None:
         """Put the result of a collective call into this rank's buffer.
 
-        An all_reduce, broadcast or reduce (`IN_PLACE`) of one tensor changes the buffer that its
-        record's `memory` names. Any other result, or one without `memory`, becomes a buffer whose
-        key is the operation's name.
+        An all_reduce, broadcast or reduce (`IN_PLACE`) of one tensor changes the tensor's part of a
+        buffer: its record's `memory` says which part of which storage. Any other result, or one
+        without `memory`, as of a storage of more than 64 elements, becomes a buffer whose key is
+        the operation's name.
 
         record: the record of this rank's call.
         after: the numbers that the call gave the rank. If it is None or empty, nothing happens.

@@ -22,7 +22,9 @@ RUNTIME = "ddpkit.runtime.launch"  # imported after torch
 
 
 class Progress:
-    """The progress line below the notebook cell that is running.
+    """The progress line below the notebook cell that is running; one object for the session.
+
+    IPython calls `begin` before each cell and `end` after it: each cell has a thread of its own.
 
     display: IPython's function `display`. thread: the thread that shows the line; None at first.
     done: an event, which is set to end that thread.

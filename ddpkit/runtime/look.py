@@ -5,8 +5,9 @@ call, a send or a receive, a `Record` of it. A call is open until it is complete
 a call if it has made it, though the call may still be open. The n-th calls that ranks make on one
 channel belong together. A channel is a group, or the messages with one tag from one member to
 another. Its name is "0#1" for the group that torch names "0", in the script's first world (#1), and
-"0#1 2>3:7" for that group's messages from rank 2 to 3 with tag 7; until a receive from any rank has
-got a message, its channel is "0#1 7?". Variables called `s` hold a `Situation`, a rank's state.
+"0#1 2>3:7" for that group's messages from rank 2 to 3 with tag 7. Until a receive from any rank has
+got a message, its channel is "0#1 7?", where no calls belong together; then it has the next number
+on the channel of that message. Variables called `s` hold a `Situation`, a rank's state.
 """
 
 import itertools

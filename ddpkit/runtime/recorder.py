@@ -338,14 +338,15 @@ class Recorder:
     ):
         """Keep in the record the elements that a call brought; without keep_values, do nothing.
 
-        On a GPU this blocks until the current stream has computed them.
+        On a GPU the program's wait() calls this, and it blocks until the current stream, which
+        waits for the call, has the elements.
         arrived: the tensors that hold the call's result, for `record.result`. [] for a send: then
             nothing is kept.
         buffer: the first of them, whose whole storage is copied into `record.memory`, so that an
             animation can show the memory around it: all of x after a receive into x[2:4]. It is
-            given at the end of the program's own wait() on the CPU. It is None where the program
-            goes on meanwhile, and may change the storage (on a GPU, or if another thread notes the
-            call's end): then the record keeps the copy that was made before the call.
+            given at the end of the program's own wait() on the CPU. It is None if another thread
+            notes the call's end, while the program may change the storage, and on a GPU: then the
+            record keeps the copy that was made before the call.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)

@@ -101,7 +101,12 @@ class Watch:
         return ", ".join(said)
 
     def _listen(self):
-        """Handle the ranks' messages and look for hangs, until no rank is `pending` any more."""
+        """Handle what ranks report, and look for hangs, until every rank has replied.
+
+        A rank reports its reply, an exception, or calls that differ; the end of its process is
+        noticed as well. HangError: ranks hang, differ, or haven't replied after `timeout` seconds.
+        RankError: a rank has failed, or ended without a reply.
+        """
         begun = time.perf_counter()
         self.quiet_since = looked = begun
         events = None
