@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -370,6 +369,4 @@ def test_the_watchdog_counts_in_the_group_and_torch_in_the_world(tmp_path):
     second = WATCHDOG.format(3).replace("[Rank 3]", "[Rank 1]")
     said = told(tmp_path, second, _2=-15, _3=-6)
     assert said.startswith("rank 3 waited in allreduce, until NCCL's watchdog ended it.")
-    begun = time.process_time()
-    told(tmp_path, "[Rank 0] " * 40_000)
-    assert time.process_time() - begun < 5
+    told(tmp_path, "[Rank 0] " * 200_000)  # quadratic, 60,000 took 82 s
