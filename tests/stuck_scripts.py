@@ -138,9 +138,10 @@ RIGHT = {
     "polls a handle until a late rank comes": "if rank == 1: time.sleep(1)\n"
     "handle = dist.all_reduce(x, async_op=True)\nwhile not handle.is_completed(): pass\n"
     "handle.wait()\nprint(x[0].item())",
-    "a forked child leaves": "pid = os.fork()\nfile = open(f'{os.getpid()}', 'w')\n"
+    "a forked child leaves": "folder = os.path.dirname(sys._getframe().f_code.co_filename)\n"
+    "pid = os.fork()\nfile = open(f'{folder}/{os.getpid()}', 'w')\n"
     "if pid == 0: file.write('1'), sys.exit(rank or 'I am a child')\n"
-    "os.waitpid(pid, 0)\ndist.all_reduce(x)\nprint(float(open(f'{pid}').read()))",
+    "os.waitpid(pid, 0)\ndist.all_reduce(x)\nprint(float(open(f'{folder}/{pid}').read()))",
     "a forked child comes to the end": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\n"
     "if pid: dist.all_reduce(x)\nif pid: print(x[0].item())",
 }

@@ -86,6 +86,39 @@ def test_a_copy_that_is_only_evaluated_does_not_take_the_names():
     assert torch.equal(tape.begin["weight"], model.weight)
 
 
+def test_names_stay_as_they_are_from_the_first_backward_on():
+    """The first model is trained later, and the second has an optimizer, so it isn't replaced."""
+    models = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    given = {"weight": torch.ones(1, 2), "module2.weight": torch.zeros(1, 2)}
+    with Tape(3, given=given) as tape:
+        with torch.no_grad():
+            models[0](torch.ones(1, 2))
+        for at in (1, 0, 1):
+            models[at](torch.ones(1, 2)).sum().backward()
+            optimizers[at].step()
+            optimizers[at].zero_grad()
+    assert tape.begin["weight"].tolist() == [[1.0, 1.0]]
+    assert tape.begin["module2.weight"].tolist() == [[0.0, 0.0]]
+    found = [[name for name, x in step.gradients.items() if x is not None] for step in tape.steps]
+    of_each = [["weight", "bias"], ["module2.weight", "module2.bias"]]
+    assert found == [of_each[0], of_each[1], of_each[0]]
+    assert not any(step.written for step in tape.steps)
+
+
+def test_a_model_that_is_trained_by_its_parts_is_not_replaced():
+    model, copy = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 2)
+    with Tape(2) as tape:
+        with torch.no_grad():
+            model(x)
+        for step in range(2):
+            (model[1](model[0](x)) + step * copy(x).detach()).sum().backward()
+            optimizer.step()
+    assert all(step.gradients["0.weight"] is not None for step in tape.steps)
+
+
 def test_only_names_in_common_get_a_number():
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     with Tape(1) as tape:

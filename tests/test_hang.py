@@ -833,6 +833,8 @@ def test_another_dtype_of_another_shape_is_another_call():
         (call(op="broadcast", dtype="int64", shape=(8,), bytes=64), "like two different calls"),
     ):
         assert says in words.explain_mismatch({0: mine, 1: theirs})[1]
+    uneven = [call(op="all_to_all", dtype=d, shape=(n,)) for d, n in (("int8", 2), ("int64", 3))]
+    assert "must use the same dtype" in words.explain_mismatch(dict(enumerate(uneven)))[1]
 
 
 def test_lists_of_objects_must_be_equally_long():

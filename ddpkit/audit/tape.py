@@ -161,17 +161,21 @@ class Tape:
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
         root = owner_of_forward(module) if self.calls == 0 else module
-        known = self.calls > 0 or any(holds(other, root) for other in self.roots)
-        if not known and any(True for _ in root.parameters()):
+        owner = next((x for x in self.roots if holds(x, root)), None)
+        if self.calls == 0 and owner is None and any(True for _ in root.parameters()):
             # A module has the full names; a part of it that was called before has shorter ones.
             gone = [x for x in self.roots if holds(root, x) or self.replaces(root, x)]
             at = self.roots.index(gone[0]) if gone else len(self.roots)
             self.roots = [x for x in [*self.roots[:at], root, *self.roots[at:]] if x not in gone]
-            self.give(root)
+            self.active.difference_update(gone)
+            self.trained.difference_update(gone)
+            owner = root
         if self.calls == 0:
-            if root in self.roots and not self.full:
-                self.active.add(root)
-                self.trained.update([root] if torch.is_grad_enabled() else [])
+            if owner is not None and not self.full:
+                self.active.add(owner)
+                if torch.is_grad_enabled() and owner not in self.trained:
+                    self.trained.add(owner)
+                    self.give([owner])
             first = len(self.roots) == 1 and not self.inputs and not self.steps
             if first and root is module and torch.is_grad_enabled():
                 self.inputs = [some_of(x) for x in self.arriving]
@@ -182,17 +186,21 @@ class Tape:
     def replaces(self, root: nn.Module, other: nn.Module) -> bool:
         """Return whether a new root takes another's place, as a model loaded anew does.
 
-        It has the same names and shapes, and the other wasn't called since the last update.
+        It has the same names and shapes; the other wasn't called since the last update, and no
+        optimizer is left that holds its parameters.
         """
         if not self.steps or other in self.active or not torch.is_grad_enabled():
+            return False
+        held = set().union(*map(parameters_of, self.optimizers))
+        if not held.isdisjoint(other.parameters()):
             return False
         return shapes_of(root) == shapes_of(other)
 
     @torch.no_grad()
-    def give(self, root: nn.Module) -> None:
-        """Copy `given` into a module's parameters, by name and shape, before the first backward."""
+    def give(self, roots: list[nn.Module]) -> None:
+        """Copy `given` into modules' parameters, by name and shape, before the first backward."""
         for name, owner, _, parameter in self.named():
-            value = self.given.get(name) if owner is root and not self.steps else None
+            value = self.given.get(name) if owner in roots and not self.steps else None
             if value is not None and value.shape == parameter.shape:
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -247,7 +255,9 @@ class Tape:
             if self.stepping == 0 and self.updated and not self.full:
                 if len(self.steps) < self.most:
                     self.updated = False
-                    if not self.steps:
+                    if not self.steps:  # from now on, no module gets another number
+                        self.give([root for root in self.roots if root not in self.trained])
+                        self.roots = self.in_order()
                         with in_shards(self.roots):
                             self.begin = self.whole(lambda parameter: parameter)
                     mixing, buffers = self.of_forward()
@@ -383,7 +393,12 @@ class Tape:
     # Whole tensors, by the serial model's names
 
     def in_order(self) -> list[nn.Module]:
-        """Return the roots in the order of first calls, but last those that were never trained."""
+        """Return the roots in the order of first calls.
+
+        Last are those that weren't trained at the first backward, such as a copy to evaluate.
+        """
+        if self.steps:
+            return self.roots
         return sorted(self.roots, key=lambda root: root not in self.trained)
 
     def named(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -72,16 +72,18 @@ def end_child(pid: int, error: BaseException | None = None) -> None:
     if os.getpid() == pid:
         return
     code = error.code if isinstance(error, SystemExit) else int(error is not None)
-    if not isinstance(error, SystemExit | None):
-        traceback.print_exception(error)
-    elif not isinstance(code, int | None):
-        print(code, file=sys.stderr)
-        code = 1
-    for stream in gc.get_objects():  # its open files, and standard output
-        if isinstance(stream, io.IOBase):
-            with contextlib.suppress(OSError, ValueError):  # closed, or only read
-                stream.flush()
-    exit_at_once(code or 0)
+    try:
+        if not isinstance(error, SystemExit | None):
+            traceback.print_exception(error)
+        elif not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+        for stream in gc.get_objects():  # its open files, and standard output
+            if issubclass(type(stream), io.IOBase):  # isinstance would ask proxies
+                with contextlib.suppress(OSError, ValueError):  # closed, or only read
+                    stream.flush()
+    finally:
+        exit_at_once(code or 0)
 
 
 def exit_code(pid: int) -> int | None:

@@ -18,6 +18,7 @@ from .board import MESSAGES, Record, unfitting
 from .columns import last_calls
 from .look import INSIDE, Look, Situation, group_of
 from .place import describe_place
+from .wording import UNEQUAL
 
 MANY_CALLS = 1000  # of a rank: if they are all alike, it may be in a loop without end
 PATIENCE_S = 60.0  # the longest timeout of the script's own that may still end a wait
@@ -86,7 +87,7 @@ def _how_to_agree(records: list[Record]) -> str:
     skipped += " Is one of them under an `if`, or did one loop end early?"
     other_shapes = len({record.shape for record in records}) > 1
     if len({record.dtype for record in records}) > 1:
-        if other_shapes and records[0].op not in MESSAGES:
+        if other_shapes and records[0].op not in (*MESSAGES, *UNEQUAL):
             return skipped
         return "Both sides must use the same dtype; the bytes would be read as other numbers."
     # Of a scatter the root has all parts, the others one.
