@@ -33,7 +33,7 @@ RATCHET = {  # lines; lower it with every cut
     "ddpkit": 52_238,
     "tests": 35_201,
     "runtime": 7_395,
-    "inspect": 2_061,
+    "inspect": 2_059,
     "lesson": 6_726,
     "bench": 2_600,
     "fast": 1_181,
@@ -49,8 +49,8 @@ HELD = {  # today's figures: change one only for the better
 }
 LIMITS |= {"lines an exercise, all in": 90, "mistakes of an exercise, at most": 12}
 HELD_EXERCISES = {
-    "lines an exercise, all in": 90.0,
-    "the same, of checked functions alone": 108.0,  # it has no limit
+    "lines an exercise, all in": 89.95,
+    "the same, of checked functions alone": 107.96,  # it has no limit
     "mistakes of an exercise, at most": 10,
 }
 LIMITS_OUTSIDE = {  # and held there

@@ -1,21 +1,8 @@
 """Run `python -m ddpkit.audit`: is a script on N ranks the same training as on one?"""
 
-import signal
 import sys
 
-from .command import main
+from .command import exit_at_signals, main
 
-ENDS = signal.SIGTERM, signal.SIGHUP
-
-
-def leave(number: int, frame: object) -> None:
-    """Act as Ctrl-C does: the script that runs is ended, and the folder with the tapes removed."""
-    for end in ENDS:  # `timeout` sends SIGTERM twice; the second must not stop the clearing up
-        signal.signal(end, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
-for end in ENDS:
-    if signal.getsignal(end) is signal.SIG_DFL:  # nohup ignores SIGHUP
-        signal.signal(end, leave)
+exit_at_signals()  # the script that runs is ended, and the folder with the tapes removed
 sys.exit(main())

@@ -80,8 +80,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.parallel = options.parallel or options.serial
     if not all(pair.count("=") == 1 for pair in options.rename):
         parser.error(f"expected --rename NAME=NAME, got {' '.join(options.rename)}")
-    pairs = [map(plain_name, pair.split("=")) for pair in options.rename]
-    options.rename = dict(pairs)
+    options.rename = dict(map(plain_name, pair.split("=")) for pair in options.rename)
     options.arguments = after if dashes else []
     return options
 
@@ -282,3 +281,20 @@ def failure(script, ranks, code, ended, output, options) -> str:
     tail = what_it_said(output.read_text(errors="replace"))
     where = f"on {ranks} ranks" if ranks > 1 else "on one rank"
     return f"{script} failed {where}, exit code {code}:\n{tail}"
+
+
+def exit_at_signals() -> None:
+    """Let SIGTERM and SIGHUP end a command by an exception, as Ctrl-C does, so that it clears up.
+
+    Further ones are ignored (`timeout` sends two), and so is what is ignored already (by nohup).
+    """
+    ends = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def leave(number, frame):
+        for end in ends:
+            signal.signal(end, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for end in ends:
+        if signal.getsignal(end) is signal.SIG_DFL:
+            signal.signal(end, leave)

@@ -97,8 +97,8 @@ def compare(
             )
         return report
     for step in range(steps):
-        theirs = [tape.steps[step] for tape in parallel]
         ours = serial.steps[step]
+        theirs = [tape.steps[step] for tape in parallel]
         if differing(step, "gradient", ours.gradients, [taken.gradients for taken in theirs]):
             of_ranks = [taken.samples for taken in theirs]
             others, report.undecided = other_samples(ours.samples, of_ranks)
@@ -151,9 +151,11 @@ def at_other_rates(step: int, before: Mapping, ours: Step, theirs: list[Step]) -
     start = {name: before[name] for name in ours.parameters if name in before}
     due, *added = [moved(start, taken.parameters) for taken in (ours, *theirs)]
     found = judge(step, "update", due, added, LOOSEST)
+    if found:
+        return found
     for got in wrong.values():
-        if found or not any(near(got, x, LOOSEST) for x in ours.rates):
-            return found
+        if not any(near(got, x, LOOSEST) for x in ours.rates):
+            return []
     where = tuple(wrong), len(wrong) == len(theirs)
     other = "not the serial one"
     return [Difference(step, "learning rate", ["an optimizer"], *where, None, 0.0, part=other)]

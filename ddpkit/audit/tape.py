@@ -7,9 +7,8 @@
 The tape hooks three places of PyTorch: calls of outermost modules, i.e. those that no other module
 calls (their inputs are the samples, and parameters are named as in them), `backward` (the loss),
 and optimizers, made and stepping. A name in the second of such modules that the first has as well
-begins with 'module2.'. A tensor of which ranks hold parts is gathered by collective calls, so
-these ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't
-recorded.
+begins with 'module2.'. A tensor of which ranks hold parts is gathered by collective calls, so these
+ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't recorded.
 """
 
 import contextlib
@@ -106,8 +105,9 @@ class Tape:
     modules returned in training.
     when_full: called with the tape when a backward begins after the last recorded update, so never
     if the training ends there. samples: the `Samples` that notes inputs, and may replace them.
-    given: {name: value} to copy into the model when it is first called; a name that the model
-    hasn't, or a value of another shape than the parameter, is ignored.
+    given: {name: value} to copy into a module when it is first called with gradients, or at the
+    first backward if it wasn't; a name that no module has, or a value of another shape than the
+    parameter, is ignored.
     """
 
     def __init__(
@@ -161,16 +161,11 @@ class Tape:
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
         root = owner_of_forward(module) if self.calls == 0 else module
-        owner = next((x for x in self.roots if holds(x, root)), None)
-        if self.calls == 0 and owner is None and any(True for _ in root.parameters()):
-            # A module has the full names; a part of it that was called before has shorter ones.
-            gone = [x for x in self.roots if holds(root, x) or self.replaces(root, x)]
-            at = self.roots.index(gone[0]) if gone else len(self.roots)
-            self.roots = [x for x in [*self.roots[:at], root, *self.roots[at:]] if x not in gone]
-            self.active.difference_update(gone)
-            self.trained.difference_update(gone)
-            owner = root
         if self.calls == 0:
+            owner = next((x for x in self.roots if holds(x, root)), None)
+            if owner is None and any(True for _ in root.parameters()):
+                self.add(root)
+                owner = root
             if owner is not None and not self.full:
                 self.active.add(owner)
                 if torch.is_grad_enabled() and owner not in self.trained:
@@ -183,6 +178,14 @@ class Tape:
             self.arriving = []  # or the tape would keep a batch
         self.calls += 1
 
+    def add(self, root: nn.Module) -> None:
+        """Add an outermost module to `roots`, in the place of its parts, or of one it replaces."""
+        gone = [x for x in self.roots if holds(root, x) or self.replaces(root, x)]
+        at = self.roots.index(gone[0]) if gone else len(self.roots)
+        self.roots = [x for x in [*self.roots[:at], root, *self.roots[at:]] if x not in gone]
+        self.active.difference_update(gone)
+        self.trained.difference_update(gone)
+
     def replaces(self, root: nn.Module, other: nn.Module) -> bool:
         """Return whether a new root takes another's place, as a model loaded anew does.
 
@@ -192,9 +195,7 @@ class Tape:
         if not self.steps or other in self.active or not torch.is_grad_enabled():
             return False
         held = set().union(*map(parameters_of, self.optimizers))
-        if not held.isdisjoint(other.parameters()):
-            return False
-        return shapes_of(root) == shapes_of(other)
+        return held.isdisjoint(other.parameters()) and shapes_of(root) == shapes_of(other)
 
     @torch.no_grad()
     def give(self, roots: list[nn.Module]) -> None:
@@ -393,10 +394,7 @@ class Tape:
     # Whole tensors, by the serial model's names
 
     def in_order(self) -> list[nn.Module]:
-        """Return the roots in the order of first calls.
-
-        Last are those that weren't trained at the first backward, such as a copy to evaluate.
-        """
+        """Return the roots by first calls, last those not trained at the first backward."""
         if self.steps:
             return self.roots
         return sorted(self.roots, key=lambda root: root not in self.trained)

@@ -146,15 +146,12 @@ def read_log(files: list[Path]) -> Log:
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file, or of its last `MOST_BYTES`, without a terminal's colours.
-
-    Before a rank's traceback stands a newline, which is lacking after a progress bar.
-    """
+    """Return the text of a file, or of its last `MOST_BYTES`, without a terminal's colours."""
     with open(file, "rb") as opened:
         opened.seek(max(0, file.stat().st_size - MOST_BYTES))
         text = opened.read().decode(errors="replace")
     text = COLOUR.sub("", text.replace("\r\n", "\n"))
-    return HEADER.sub(r"\n\g<0>", text)
+    return HEADER.sub(r"\n\g<0>", text)  # after a progress bar, there is no newline
 
 
 def _last_attempt(text: str) -> str:
@@ -304,14 +301,13 @@ def explain_log(log: Log) -> str:
         lines.append("Ranks are counted on their machine here: no line has those of the world.")
     if log.newest:
         lines.append(f"Left out is what is older than {log.newest}.")
-    return "\n".join(lines).replace(", in the middle of its work.", ".")  # a log can't tell
+    return "\n".join(lines)
 
 
 def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
     """Return whether a rank fell only because of another.
 
     Such a rank lost its connection, was ended by torchrun's signal, or by NCCL's watchdog.
-
     how: its last traceback or its exit code.
     """
     interrupted = log.ended and getattr(how, "kind", "") == "KeyboardInterrupt"
@@ -319,12 +315,9 @@ def _only_followed(log: Log, rank: int, how: Failure | int) -> bool:
 
 
 def _raised(log: Log, rank: int) -> bool:
-    """Return whether a traceback surely ended a rank: before such a one, torch puts "[rank5]:".
-
-    It does so from when the rank has joined, and not before one that was caught and logged.
-    """
-    prefixed = rf"\[rank{rank}\]:[ +]*(Exception Group )?Traceback"
-    return re.search(prefixed, log.text) is not None
+    """Return whether a traceback surely ended a rank: torch puts "[rank5]:" before such a one."""
+    # It does so from when the rank has joined, and not before one that was caught and logged.
+    return bool(re.search(rf"\[rank{rank}\]:[ +]*(Exception Group )?Traceback", log.text))
 
 
 def _restarted(log: Log) -> list[tuple[str, int]]:
@@ -356,15 +349,14 @@ def _how_it_fell(log: Log, rank: int, how: Failure | int) -> Iterator[str]:
     if how == 1 and log.unnamed and not joined:  # its traceback has no prefix: it was joining
         how = log.unnamed[0]
     perhaps = not _raised(log, rank) and (joined or how in log.unnamed)
-    yield how_it_fell(rank, how).replace(
-        " raised ", " perhaps raised " if perhaps else " raised ", 1
-    )
+    said = _fell(rank, how)
+    yield said.replace(" raised ", " perhaps raised ", 1) if perhaps else said
     if isinstance(how, Failure):
         yield from (f"  {line}" for line in _lines(log, how))
         if perhaps:
             yield "  Or that was caught: torch put no rank before this traceback."
     if code is not None and code < 0 and isinstance(how, Failure):
-        yield f"  Then {how_it_fell(rank, code)}"
+        yield f"  Then {_fell(rank, code)}"
     if code == -6:
         faults = [line.strip() for line in log.text.splitlines() if FAULT.search(line)]
         yield from (f"  {line}" for line in faults[:1])
@@ -383,7 +375,13 @@ def _how_it_followed(log: Log, rank: int, how: Failure | int, culprit: int | Non
     if lost_peer(how):
         *_, line = _lines(log, how) or ["?"]
         return f"Rank {rank} lost its connection to another rank, {line}"
-    return f"R{how_it_fell(rank, how)[1:]}"
+    return f"R{_fell(rank, how)[1:]}"
+
+
+def _fell(rank: int | str, how: Failure | int) -> str:
+    """Return in words how a rank fell; a log can't tell whether an exit came amid its work."""
+    exited = isinstance(how, int) and how >= 0
+    return f"rank {rank} exited with code {how}." if exited else how_it_fell(rank, how)
 
 
 def _no_culprit(log: Log, fallen: dict) -> Iterator[str]:

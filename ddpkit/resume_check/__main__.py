@@ -1,10 +1,9 @@
 """The command `python -m ddpkit.resume_check`: `ddpkit.resume_check.command` runs it."""
 
-import signal
 import sys
 
+from ..audit.command import exit_at_signals
 from .command import main
 
-# SIGTERM acts as Ctrl-C does: the script that runs is ended, and its copies are removed.
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+exit_at_signals()  # the script that runs is ended, and its copies are removed
 sys.exit(main())
