@@ -138,6 +138,7 @@ class Tape:
         self.active: set[nn.Module] = set()  # outermost modules called since the last update
         self.trained: set[nn.Module] = set()  # those that were called with gradients
         self.optimizers: WeakSet[Optimizer] = WeakSet()
+        self.late: WeakSet[Optimizer] = WeakSet()  # those made after the first backward
         self.arriving: list[Tensor] = []  # what an outermost module is being called with
         self.names: dict[nn.Module, str] = {}  # of modules whose outputs are noted: in one call
         self.calls = 0  # modules that are being called, one inside the other
@@ -189,13 +190,12 @@ class Tape:
     def replaces(self, root: nn.Module, other: nn.Module) -> bool:
         """Return whether a new root takes another's place, as a model loaded anew does.
 
-        It has the same names and shapes; the other wasn't called since the last update, and no
-        optimizer is left that holds its parameters.
+        It has the same names and shapes and a `late` optimizer; the other is no longer `active`.
         """
-        if not self.steps or other in self.active or not torch.is_grad_enabled():
+        held = set().union(*map(parameters_of, self.late))
+        if other in self.active or held.isdisjoint(root.parameters()):
             return False
-        held = set().union(*map(parameters_of, self.optimizers))
-        return held.isdisjoint(other.parameters()) and shapes_of(root) == shapes_of(other)
+        return torch.is_grad_enabled() and shapes_of(root) == shapes_of(other)
 
     @torch.no_grad()
     def give(self, roots: list[nn.Module]) -> None:
@@ -241,6 +241,7 @@ class Tape:
         def made(optimizer, *args, **kwargs):
             init(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
+            self.late.update([optimizer] if self.steps else [])
 
         return made
 
@@ -289,8 +290,7 @@ class Tape:
 
     def of_forward(self) -> tuple[dict[str, str], dict[str, Tensor]]:
         """Return `mixing` and `buffers` of a step."""
-        mixing = {}
-        buffers = {}
+        mixing, buffers = {}, {}
         for root in self.in_order():
             for path, part in root.named_modules():
                 draws = isinstance(part, _DropoutNd) and part.p > 0
