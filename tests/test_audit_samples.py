@@ -131,6 +131,31 @@ def test_data_are_tensors_without_gradient_and_of_one_length():
     assert data_in([x, "mean", y, torch.ones(()), torch.ones(5)]) == (y,)
 
 
+def test_rows_in_lists_and_dicts_are_data():
+    mine, theirs = DATA[:4].chunk(2), DATA[4:8].chunk(2)
+    samples = Samples(instead=[[theirs]])
+    args, kwargs = samples.of_call(0, ([mine[0], {"mask": mine[1]}], 7), {"use": None})
+    (x, options), number = args
+    assert x.equal(theirs[0])
+    assert options["mask"].equal(theirs[1])
+    assert (number, kwargs) == (7, {"use": None})
+    assert samples.take()[0] == Counter(names_of(theirs))
+
+
+def test_samples_that_the_serial_run_gives_to_no_module_may_be_others():
+    def train(rows):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh())
+        call = model.forward if dist.get_world_size() == 1 else model  # the first runs no hook
+        call(DATA[rows] / 48).sum().backward()
+        average_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    report = same_training(lambda: train([1, 2]), lambda: train([3, 4]), 2, 1, sgd=False)
+    assert report.undecided
+    assert "the serial run called no module with them" in str(report)
+
+
 # The ranks' samples, in the place of the serial run's own
 
 

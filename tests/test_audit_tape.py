@@ -153,6 +153,63 @@ def test_what_a_training_drops_the_tape_does_not_keep():
     assert tape.full
 
 
+class Lit(nn.Module):
+    """Trains as Lightning's modules do: it isn't called, and its steps are given closures."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, x):
+        return self.net(x).square().mean()
+
+
+def with_closures(kind, given: str = "kwarg", **options):
+    """Return the tape of two updates; given: how a step gets its closure, "" for none."""
+    model = Lit()
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.training_step(torch.ones(3, 2))
+        loss.backward()
+        return loss
+
+    with Tape(2) as tape:
+        for _ in range(2):
+            if given == "kwarg":
+                assert optimizer.step(closure=closure) > 0
+            elif given == "arg":
+                assert optimizer.step(closure) > 0
+            else:
+                closure()
+                optimizer.step()
+    return tape
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_is_given_a_closure_is_recorded_like_any(kind):
+    due = with_closures(kind, "")
+    assert list(due.begin) == ["net.weight", "net.bias"]
+    assert [len(step.losses) for step in due.steps] == [1, 1]
+    for given in ("kwarg", "arg"):
+        tape = with_closures(kind, given)
+        assert compare(due, [tape], to_the_bit=True).fine
+        assert [step.losses for step in tape.steps] == [step.losses for step in due.steps]
+        assert [step.last for step in tape.steps] == [step.last for step in due.steps]
+
+
+def test_of_several_evaluations_in_a_step_the_first_is_recorded():
+    tape = with_closures(torch.optim.LBFGS, max_iter=4)
+    first, second = tape.steps
+    assert len(first.losses) == len(second.losses) == 1
+    assert first.losses[0] > second.losses[0]
+    plain = with_closures(torch.optim.SGD)
+    assert first.gradients["net.weight"].equal(plain.steps[0].gradients["net.weight"])
+    assert not first.parameters["net.weight"].equal(tape.begin["net.weight"])
+
+
 def test_a_gradient_that_a_fused_optimizer_divides_is_recorded_divided():
     def run(scale):
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """`python -m ddpkit.resume_check`: scripts that know nothing of it, right ones and wrong ones."""
 
+import json
 import subprocess
 import sys
 
@@ -203,9 +204,9 @@ def test_latest_moved_before_the_save_was_durable(here, capsys):
     said = check(here, capsys, text, code=1)
     first, second = said.split("killed in the save after update 4: does not go on exactly\n")
     assert first.startswith("killed after update 11: goes on exactly")
-    assert "lost: everything: started again, it ends with exit code 1. It reads 4.pt" in second
-    assert "which the kill cut short" in second
-    assert "`latest` move only then" in second
+    assert "lost: everything: started again, it ends with exit code 1. It takes the save" in second
+    assert "of 4.pt, which the kill cut short, for whole" in second
+    assert "then move `latest`" in second
 
 
 @pytest.mark.slow
@@ -248,6 +249,35 @@ def test_what_a_loss_is_called_with_is_no_sample(tmp_path):
     with Witness(tmp_path, "") as witness:
         loss(model(x), y)
         assert witness.samples == rows((x,))
+
+
+def test_a_step_that_is_given_a_closure_is_an_update_like_any(tmp_path):
+    def train(folder, closes):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(input=torch.arange(6.0).view(2, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        folder.mkdir()
+        with Witness(folder, ""):
+            for _ in range(2):
+                if closes:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+        return [json.loads(line) for line in (folder / "0.jsonl").read_text().splitlines()]
+
+    due, got = train(tmp_path / "a", False), train(tmp_path / "b", True)
+    assert got == due
+    assert set(due[0]["before"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert [len(update["losses"]) for update in got] == [1, 1]
+    assert [len(update["samples"]) for update in got] == [2, 2]
 
 
 def test_in_a_save_only_the_rank_whose_saves_are_counted_is_killed(tmp_path, monkeypatch):

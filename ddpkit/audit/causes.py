@@ -22,6 +22,10 @@ NO_FACTOR = (
     "a missing term, a function of parts (Muon's, a norm's) where that of the whole is due"
 )
 MASKS = "set dropout to 0, since ranks that share a batch out can't draw the serial run's masks"
+UNSEEN = (
+    "nothing shows that both runs use the same samples: the serial run called no module with them "
+    "(in Lightning, choose strategy='ddp' for one rank too)"
+)
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 
 
@@ -78,7 +82,10 @@ def written_between(step: int, ours: Step, theirs: list[Step]) -> list[str]:
 
 
 def of_the_forward(ours: Step, theirs: list[Step]) -> tuple[list[str], bool]:
-    """Return (sentences on what ranks compute otherwise in forward, whether they draw dropout)."""
+    """Return (sentences on what may differ in forward, whether it may do so by no fault).
+
+    That is if ranks draw dropout, or if the serial run's samples are unknown.
+    """
     found: dict[str, dict[str, None]] = {}  # names, by what is said of them
     within = max(FITS, 4 * epsilon(ours.buffers))
     for step in theirs:
@@ -93,7 +100,8 @@ def of_the_forward(ours: Step, theirs: list[Step]) -> tuple[list[str], bool]:
             if due.shape == x.shape and not ratio(x, due, within, 0.0)[2]:
                 found.setdefault("a buffer that isn't the serial run's", {})[name] = None
     told = [f"{', '.join([*names][:SHOWN])}: {said}" for said, names in found.items()]
-    return told, MASKS in found
+    unseen = not ours.samples and any(step.samples for step in theirs)
+    return told + [UNSEEN] * unseen, unseen or MASKS in found
 
 
 def steps_apart(theirs: list[Step]) -> str:

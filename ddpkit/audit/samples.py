@@ -12,6 +12,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along the first axis
 
@@ -21,7 +22,7 @@ class Samples:
 
     keep: hold copies of the rows on the CPU, not only their hashes. instead: for each step the rows
     of all ranks, rank after rank; each call gets the next of these in the place of its own, and
-    later steps keep their own. Tensors inside a list or dict aren't found.
+    later steps keep their own. If all are in lists, tuples or dicts, they must be equally long.
     """
 
     def __init__(self, keep: bool = False, instead: list[Rows] | None = None):
@@ -33,14 +34,19 @@ class Samples:
 
     def of_call(self, step: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Note a call's rows, after `instead` has replaced them if given; return its arguments."""
+        leaves, form = tree_flatten((args, kwargs))
         found = data_in([*args, *kwargs.values()])
+        inside = [] if found else tensors_in(leaves)
+        if len(set(map(len, inside))) == 1:  # otherwise they aren't one batch
+            found = tuple(inside)
         if not found:
             return args, kwargs
         if self.instead is not None and step < len(self.instead):
-            found = self.next_rows(step, found)
-            new = iter(found)
-            args = tuple(next(new) if is_data(x, found) else x for x in args)
-            kwargs = {key: next(new) if is_data(x, found) else x for key, x in kwargs.items()}
+            rows = self.next_rows(step, found)
+            new = dict(zip(map(id, found), rows, strict=True))
+            leaves = [new.get(id(x), x) for x in leaves]
+            found = rows
+            args, kwargs = tree_unflatten(leaves, form)
         self.names.update(names_of(found))
         if self.keep:
             self.rows.append(tuple(x.detach().cpu().clone() for x in found))
@@ -76,12 +82,12 @@ def data_in(values: list) -> tuple[Tensor, ...]:
 
     They are tensors that require no gradient, and are as long as the first of these.
     """
-    found = [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
+    found = tensors_in(values)
     return tuple(x for x in found if len(x) == len(found[0]))
 
 
-def is_data(x: object, data: tuple[Tensor, ...]) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad and len(x) == len(data[0])
+def tensors_in(values: list) -> list[Tensor]:
+    return [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
 
 
 def names_of(data: tuple[Tensor, ...]) -> list[tuple]:

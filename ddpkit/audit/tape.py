@@ -8,7 +8,8 @@ The tape hooks three places of PyTorch: calls of outermost modules, i.e. those t
 calls (their inputs are the samples, and parameters are named as in them), `backward` (the loss),
 and optimizers, made and stepping. A name in the second of such modules that the first has as well
 begins with 'module2.'. A tensor of which ranks hold parts is gathered by collective calls, so these
-ranks must make the same updates. A backward inside a `step`, as LBFGS needs it, isn't recorded.
+ranks must make the same updates. Of a closure, from which an optimizer's `step` gets the loss, the
+first call in a step counts.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def hook(listener, until: contextlib.ExitStack) -> None:
 
     on_call(module, inputs) and on_return(module, inputs, output) come around each module's forward,
     the second even if it raises. on_step and on_stepped, (optimizer, args, kwargs), come around
-    each optimizer's step.
+    each optimizer's step; the former may return other (args, kwargs).
     """
     for handle in (
         modules.register_module_forward_pre_hook(listener.on_call),
@@ -253,8 +254,10 @@ class Tape:
         """
 
         def heard(tensors, *args, **kwargs):
+            if self.stepping:  # a later evaluation of a closure
+                return backward(tensors, *args, **kwargs)
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            if self.stepping == 0 and self.updated and not self.full:
+            if self.updated and not self.full:
                 if len(self.steps) < self.most:
                     self.updated = False
                     if not self.steps:  # from now on, no module gets another number
@@ -324,10 +327,37 @@ class Tape:
             for handle in handles:
                 handle.remove()
 
-    def on_step(self, optimizer: Optimizer, *_) -> None:
+    def on_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self.stepping += 1
         # An optimizer may use another inside; and a training may have several, one after another.
-        if self.stepping == 1 and self.steps and not self.full:
+        if self.stepping > 1:
+            return None
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self.closing(optimizer, kwargs["closure"])}
+        if args[1:] and callable(args[1]):
+            return (optimizer, self.closing(optimizer, args[1]), *args[2:]), kwargs
+        self.note_gradients(optimizer)
+        return None
+
+    def closing(self, optimizer: Optimizer, closure: Callable) -> Callable:
+        """Return a closure whose first call is recorded as if it came before the step."""
+
+        def closed():
+            if noted:  # LBFGS evaluates more than once
+                return closure()
+            noted.append(optimizer)
+            stepping, self.stepping = self.stepping, 0
+            loss = closure()
+            self.stepping = stepping
+            self.note_gradients(optimizer)
+            return loss
+
+        noted = []
+        return closed
+
+    def note_gradients(self, optimizer: Optimizer) -> None:
+        """Record the gradients that an optimizer is about to use, whole."""
+        if self.steps and not self.full:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
             self.optimizers.add(optimizer)  # it may have been made before the tape
@@ -447,11 +477,13 @@ def owner_of_forward(module: nn.Module) -> nn.Module:
     """Return the outermost module whose running `forward` calls this one; itself if there is none.
 
     `model.forward(x)` runs the hooks of `model`'s parts, but none of `model`'s own. So the stack is
-    searched for frames called `forward` whose `self` contains this module.
+    searched for frames called `forward`, or `training_step` as in Lightning, whose `self` contains
+    this module.
     """
     owner, frame = module, sys._getframe(1)
     while frame:
-        found = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        runs = frame.f_code.co_name in ("forward", "training_step")
+        found = frame.f_locals.get("self") if runs else None
         if isinstance(found, nn.Module) and holds(found, module):
             owner = found
         frame = frame.f_back

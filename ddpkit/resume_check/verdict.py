@@ -131,14 +131,14 @@ def check_alike(whole: Attempt, first: Attempt) -> None:
 def why_it_does_not_start(killed: Attempt, resumed: Attempt) -> str:
     """Return a sentence on why the resumed run ended without an update, with what it raised.
 
-    If the kill left a save unfinished, the sentence says that the run reads it, a guess.
+    If the kill left a save unfinished, the sentence says that the run took it for whole, a guess.
     """
     said = f"everything: started again, it ends with exit code {resumed.code}"
     torn = [save["save"] for save in killed.saves if not save["whole"]]
     if torn:
         said += (
-            f". It reads {Path(torn[0]).name}, which the kill cut short: a save must be written "
-            "beside the one before and renamed when it is whole, and `latest` move only then"
+            f". It takes the save of {Path(torn[0]).name}, which the kill cut short, for whole: "
+            "write a save beside the one before, rename it when it is whole, then move `latest`"
         )
     return f"{said}\n    {what_it_raised(resumed.output)}"
 

@@ -16,10 +16,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..audit.tape import hook, plain_name
 
@@ -52,6 +54,7 @@ class Witness:
         self.losses: list[float] = []
         self.samples: list[str] = []
         self.now: dict = {}  # the update that is being made
+        self.before: dict[Tensor, str] = {}  # digests of the parameters before it
 
     # Listening
 
@@ -61,37 +64,48 @@ class Witness:
         self.listening = contextlib.ExitStack()
         self.listening.callback(self.file.close)
         hook(self, self.listening)
-        self.save, backward = torch.save, torch.autograd.backward
-        torch.save = self.saving
-        torch.autograd.backward = self.hearing(backward)
-        self.listening.callback(setattr, torch, "save", self.save)
-        self.listening.callback(setattr, torch.autograd, "backward", backward)
+        self.save = torch.save
+        for context in (
+            patch.object(torch, "save", self.saving),
+            patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
+            patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),
+        ):
+            self.listening.enter_context(context)
         return self
 
     def __exit__(self, *error) -> None:
         self.listening.close()
 
     def on_call(self, module: nn.Module, inputs: tuple) -> None:
-        """Note a module's call, and if outermost and in training, the samples it is given.
-
-        A module without parameters doesn't count: it may be a loss, which is given predictions.
-        """
-        if self.calls == 0 and any(True for _ in module.parameters()):
-            if not any(module is root for root in self.roots):
-                self.roots.append(module)
-            if module.training and torch.is_grad_enabled():
-                self.samples += rows(inputs)
+        """Note a module that no other calls."""
+        known = self.calls > 0 or any(module is root for root in self.roots)
+        if not known and any(True for _ in module.parameters()):
+            self.roots.append(module)
         self.calls += 1
 
     def on_return(self, *_) -> None:
         self.calls -= 1
+
+    def calling(self, call: Callable) -> Callable:
+        """Return a `Module.__call__` that notes the samples of an outermost call in training.
+
+        A module without parameters doesn't count: it may be a loss, which is given predictions.
+        """
+
+        def called(module, *args, **kwargs):
+            trains = module.training and torch.is_grad_enabled()
+            if self.calls == 0 and trains and any(True for _ in module.parameters()):
+                self.samples += rows((args, kwargs))
+            return call(module, *args, **kwargs)
+
+        return called
 
     def hearing(self, backward: Callable) -> Callable:
         """Return a function like `backward` that notes the loss it begins from, if one number."""
 
         def heard(tensors, *args, **kwargs):
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            if self.stepping == 0 and isinstance(first, Tensor) and first.numel() == 1:
+            if isinstance(first, Tensor) and first.numel() == 1:
                 self.losses.append(first.item())
             self.calls += 1  # what an activation checkpoint computes again is no new sample
             try:
@@ -106,21 +120,25 @@ class Witness:
         self.stepping += 1
         if self.stepping == 1:
             groups = optimizer.param_groups
-            self.now = {"losses": self.losses, "samples": self.samples, "random": random_states()}
+            self.now = {"random": random_states()}
             self.now["rates"] = [float(group["lr"]) for group in groups]
-            self.now["before"] = self.parameters(optimizer)
+            self.before = digests(optimizer)
             self.now["moments"], self.now["counters"] = state_of(optimizer)
-            buffers = [buffer for root in self.roots for buffer in root.buffers()]
-            self.now["buffers"] = digest(*buffers)
-            self.losses = []
-            self.samples = []
 
     def on_stepped(self, optimizer: Optimizer, *_) -> None:
         """Write the update that an optimizer has made; kill the run if that is due after it."""
         self.stepping -= 1
         if self.stepping == 0:
             self.updates += 1
-            self.write(self.now | {"after": self.parameters(optimizer)})
+            # A step that is given a closure has called the model, and found the loss, just now.
+            self.now |= {"losses": self.losses, "samples": self.samples}
+            buffers = [buffer for root in self.roots for buffer in root.buffers()]
+            self.now["buffers"] = digest(*buffers)
+            self.now["before"] = self.by_name(self.before)
+            self.now["after"] = self.by_name(digests(optimizer))
+            self.write(self.now)
+            self.losses = []
+            self.samples = []
             if self.kill_at.get("step") == self.updates:
                 self.kill()
 
@@ -148,8 +166,8 @@ class Witness:
 
     # What is noted
 
-    def parameters(self, optimizer: Optimizer) -> dict[str, str]:
-        """Return {name: digest} of all that the optimizer updates.
+    def by_name(self, digests: dict[Tensor, str]) -> dict[str, str]:
+        """Return {name: digest} for {parameter: digest}.
 
         The name of a parameter that is in no module that was called is "parameter 3", by its index.
         Where parameters of two modules have one name, the last counts.
@@ -159,9 +177,8 @@ class Witness:
             for path, parameter in root.named_parameters():
                 names.setdefault(parameter, plain_name(path))
         found = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found[names.get(parameter, f"parameter {len(found)}")] = digest(parameter)
+        for parameter, value in digests.items():
+            found[names.get(parameter, f"parameter {len(found)}")] = value
         return found
 
     def write(self, event: dict) -> None:
@@ -192,13 +209,18 @@ def digest(*tensors: Tensor) -> str:
     return total.hexdigest()
 
 
-def rows(inputs: tuple) -> list[str]:
+def digests(optimizer: Optimizer) -> dict[Tensor, str]:
+    """Return {parameter: digest} of all that the optimizer updates."""
+    return {x: digest(x) for group in optimizer.param_groups for x in group["params"]}
+
+
+def rows(inputs: object) -> list[str]:
     """Return a hash for each sample of a batch: each row of its tensors, by their bits.
 
-    inputs: the positional arguments of a module; tensors of another length than the first are left
-        out, and so is all that is no tensor.
+    inputs: a module's arguments, also in lists and dicts; tensors of another length than the first
+        are left out, and so is all that is no tensor.
     """
-    columns = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
+    columns = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
     columns = [x for x in columns if len(x) == len(columns[0])]
     return [digest(*row) for row in zip(*columns, strict=True)]
 
