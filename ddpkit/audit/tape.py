@@ -8,8 +8,9 @@ The tape hooks three places of PyTorch: calls of outermost modules, i.e. those t
 calls (their inputs are the samples, and parameters are named as in them), `backward` (the loss),
 and optimizers, made and stepping. A name in the second of such modules that the first has as well
 begins with 'module2.'. A tensor of which ranks hold parts is gathered by collective calls, so these
-ranks must make the same updates. Of a closure, from which an optimizer's `step` gets the loss, the
-first call in a step counts.
+ranks must make the same updates. Of a closure, which an optimizer's `step` calls for the loss, the
+first call in a step counts. LBFGS isn't recorded: it calls its closure up to 25 times in a step, by
+which it magnifies errors of rounding.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
@@ -228,8 +229,8 @@ class Tape:
             if outermost:
                 self.arriving = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
                 self.longest = max([self.longest, *(x.numel() for x in self.arriving)])
-            listens = outermost and not self.full and torch.is_grad_enabled()
-            if listens and owner_of_forward(module) is module:
+            listens = outermost and not self.full and not self.stepping
+            if listens and torch.is_grad_enabled() and owner_of_forward(module) is module:
                 step = len(self.steps) - (not self.updated)
                 args, kwargs = self.samples.of_call(step, args, kwargs)
             return call(module, *args, **kwargs)
@@ -330,7 +331,7 @@ class Tape:
     def on_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self.stepping += 1
         # An optimizer may use another inside; and a training may have several, one after another.
-        if self.stepping > 1:
+        if self.stepping > 1 or isinstance(optimizer, LBFGS):
             return None
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self.closing(optimizer, kwargs["closure"])}
@@ -343,7 +344,7 @@ class Tape:
         """Return a closure whose first call is recorded as if it came before the step."""
 
         def closed():
-            if noted:  # LBFGS evaluates more than once
+            if noted:  # a second evaluation in the same step, as of SAM
                 return closure()
             noted.append(optimizer)
             stepping, self.stepping = self.stepping, 0
