@@ -1,6 +1,6 @@
-"""Figures, animations and widgets for notebooks; its module `check` checks a reader's answers.
+"""Figures, animations and widgets for notebooks, and checks of readers' answers (module `check`).
 
-Importing this package turns on the progress line below cells that take long (`progress`).
+Importing it has one effect, in notebooks only: slow cells get a progress line (module `progress`).
 """
 
 from .progress import show_progress

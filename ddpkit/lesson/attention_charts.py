@@ -1,7 +1,7 @@
-"""Draw the pictures of notebooks 08 and 09: softmax merged in pairs, memory, rooflines, costs.
+"""Draw the pictures of notebooks 08 and 09: softmax computed in parts, and the cost of attention.
 
-Each public function returns a `Picture`: a matplotlib figure, and a text that says what it shows,
-which serves as its alt text.
+The cost is shown as bytes, as seconds, and as operations for each byte moved (a roofline). Each
+public function returns a `Picture`, a matplotlib figure with its alt text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def time_by_length(seconds: Curves, ceiling: Mapping[int, float], title: str) ->
     """Draw measured time against sequence length, both axes logarithmic.
 
     seconds: {name of the curve: {sequence length in tokens: seconds}}.
-    ceiling: {sequence length in tokens: seconds of the matrix products alone, at the machine's full
-        speed}. It is drawn as a dashed line. No curve can go below it.
+    ceiling: {sequence length in tokens: the fewest seconds possible, those of the matrix products
+        alone at the machine's full speed}. The ceiling of speed is a floor of time, drawn dashed.
     title: the heading of the chart and of its alt text.
 
     The seconds differ between machines, so the alt text names the curves and the lengths of
@@ -57,8 +57,8 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 
     curves: {name: {length in tokens: value}}.
     unit: "B" if the values are bytes, "s" if they are seconds.
-    ceiling: {length in tokens: value} of a dashed line, which the legend calls "matrix products
-        alone"; None for no line.
+    ceiling: only with "s": {length in tokens: seconds of the matrix products alone}, a lower limit
+        of the time, drawn as a dashed line; None for no line.
     """
     figure, (axes,) = chart(title)
     looks = zip(cycle(page.RANK_COLOURS), cycle(page.MARKERS))
@@ -83,7 +83,7 @@ def merge_tree(row: Sequence[float]) -> Picture:
     number of boxes, its last is repeated in the next. The alt text lists the pairs of every line.
     Used in notebook 08.
 
-    row: 2 to 8 numbers, -inf for one that is masked.
+    row: 2 to 8 numbers, -inf for one that is masked. A box of masked numbers only shows (−∞, 0).
     """
     values = torch.tensor(row, dtype=torch.float32).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]
@@ -148,7 +148,7 @@ def roofline(roofs: Mapping[str, tuple[float, float]], programs: Sequence[tuple]
     roofs: {machine: (peak in operations per second, memory bandwidth in bytes per second)}.
     programs: (name, machine, operations per byte) of each; the machine is a key of `roofs`.
 
-    The alt text states intensities but no speeds, as they may be measured. Used in notebook 09.
+    The alt text states intensities but no speeds, since measured speeds vary. Used in notebook 09.
     """
     figure, (axes,) = chart("What is possible, by operations for each byte of memory")
     looks = zip(cycle(page.RANK_COLOURS), cycle(page.MARKERS))

@@ -2,7 +2,7 @@
 
 The time depends on the size of DDP's buckets, the memory on the stage, that is on what ZeRO shards.
 
-A calculator is a notebook widget: a function with a slider for each argument, which shows the
+A calculator is a notebook widget with a slider for each argument of a function. It shows the
 caption and the picture that the function returns for the sliders' values.
 """
 
@@ -39,12 +39,12 @@ def bucket_calculator(
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
-    ValueError: no gradients, not one time for each of them, or `world_size` is below 1.
+    ValueError: no gradients, `ready_s` has another length, or `world_size` is below 1.
 
-    The cap slider has the caps of `bucket_plans`, the latency slider the model's own latency and
-    those of 1, 3 and 10 ms that are larger. For one latency all caps share a time scale, so that
-    pictures can be compared. A saved notebook keeps a text in place of the widget; it states no
-    times, since `ready_s` is measured and differs from run to run. Used in notebook 04.
+    The cap slider has a power of two for each different way to fill the buckets. The latency slider
+    has the model's own latency, then 1, 3 and 10 ms as far as they are larger. For one latency all
+    caps share a time scale, so that pictures can be compared. A saved notebook keeps a text in
+    place of the widget, without times, since `ready_s` differs from run to run. Notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -78,11 +78,11 @@ def bucket_calculator(
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
     """Return {bucket cap in bytes: plan}, with one cap, a power of two, for each different plan.
 
-    A bucket is a group of gradients that one all-reduce sends; it is full when its bytes reach the
-    cap. A plan is a list of buckets in the order of sending, each a list of indices into
-    `gradients`. Caps of 1, 2, 4, ... bytes are tried, up to the first above the size of all
-    gradients together, which puts all of a dtype into one bucket. Of caps with the same plan, the
-    largest is kept.
+    A bucket is a group of gradients of one dtype that one all-reduce sends. It is full with the
+    gradient with which its bytes reach the cap. A plan is a list of buckets in the order of
+    sending, each a list of indices into `gradients`. Caps of 1, 2, 4, ... bytes are tried, up to
+    the first that exceeds the size of all gradients together: with this cap there is one bucket for
+    each dtype. Of caps with the same plan, the largest is kept.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
@@ -98,11 +98,11 @@ MODELS["XXL, 219.8B"] = 126 * 2 * 16384 * 53248  # 126 times two linear layers
 
 
 def zero_calculator() -> Calculator:
-    """Return a widget with sliders for model, ranks and stage that shows ZeRO's bytes on a rank.
+    """Return a widget that shows a rank's memory under ZeRO, by model, number of ranks and stage.
 
-    In stage 0 each of N ranks keeps everything. From stage 1 on it keeps only 1/N of the
-    optimizer's state, from stage 2 on only 1/N of the gradients as well, and in stage 3 of the
-    parameters as well. The widget shows what `zero_stage` returns. Used in notebook 07.
+    In stage 0 each of N ranks keeps everything. Stage 1 leaves it 1/N of the optimizer's state;
+    stage 2 also cuts the gradients to 1/N, and stage 3 the parameters. The widget shows what
+    `zero_stage` returns. Used in notebook 07.
     """
     return Calculator(
         zero_stage,

@@ -1,8 +1,8 @@
-"""Run notebook 15's training, kill a rank in the middle, damage a checkpoint, use torchrun.
+"""Run notebook 15's training, also by torchrun; kill a rank in the middle, damage a checkpoint.
 
 A `TrainConfig` says what is trained, on which mesh of ranks, and in which folder checkpoints are
-kept. The functions with a `config` argument are to be launched on every rank; the others are called
-by the notebook itself.
+kept. The functions with a `config` argument run on every rank: pass them to `launch`. The notebook
+calls the others itself, in its own process.
 """
 
 import os
@@ -33,7 +33,7 @@ def losses_of(config: TrainConfig) -> list[float]:
 def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
     """Train to the last step; return the trained parameters as {name: whole tensor on the CPU}.
 
-    To be called on every rank, where it returns the same tensors, whatever the sharding. If the
+    To be called on every rank. Each gets the same tensors, put together if they are sharded. If the
     config's folder has checkpoints, training goes on from the latest undamaged one.
     """
     return whole_parameters(train(config)[0])
@@ -42,12 +42,14 @@ def end_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take the first `count` steps; return (their losses, {name: whole tensor of the state}).
 
-    The state has parameters, buffers, and the optimizer's values for each element. To be called on
-    every rank; of a tensor that several ranks hold, each returns its own copy. Checkpoints are
-    neither read nor written. Used to compare meshes: with `config.exact`, all numbers are integers,
-    so that all ranks of all meshes must return the same bits. The optimizer is then "sign", which
-    adds up each parameter's gradients, and moves it against the sign of that sum. If a mesh makes
-    gradients twice too large, parameters and losses stay the same, but the sums in the state don't.
+    A loss is that of a step's whole batch, the same on every rank. The state has parameters,
+    buffers, and the optimizer's values for each element. A tensor that is split between ranks is
+    put together; of one that several ranks hold, each returns its own copy. To be called on every
+    rank. Checkpoints are neither read nor written.
+    Used to compare meshes by a training's exact twin (`config.exact`). All its numbers are
+    integers, so all ranks of all meshes must return the same bits. Its optimizer, "sign", adds up
+    each element's gradients over the steps, and moves the element by 1 against the sum's sign.
+    Gradients that are twice too large show only in these sums: parameters and losses don't change.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -57,8 +59,8 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
 def same(one: tuple, other: tuple) -> bool:
     """Return whether two trainings have equal losses and state, without any tolerance.
 
-    one, other: (losses, {name: tensor}) of each training, as `twin_of` returns them. Only the
-        tensors that `one` names are compared. KeyError: `other` lacks one of them.
+    one, other: (list of losses, {name: tensor}) of each, as `twin_of` returns them. `one` is the
+        reference: only the tensors that it names are compared. KeyError: `other` lacks one of them.
     """
     equal = [torch.equal(one[1][name], other[1][name]) for name in one[1]]
     return one[0] == other[0] and all(equal)
@@ -67,11 +69,11 @@ def same(one: tuple, other: tuple) -> bool:
 def train_and_die(config: TrainConfig, at: int) -> None:
     """Train, but let rank 1 kill its own process when step `at` begins.
 
-    To be called on every rank of a launch, which fails because of it. Steps count from 0. The
-    process dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only what is
-    in `config.folder` is left. Before it dies, rank 1 waits up to 60 seconds until the last
-    checkpoint that was due is saved; all 60 if `at` is less than `config.save_every`, since none
-    was due. `config.save_every` must not be 0.
+    To be called on every rank; the death makes the launch fail. Steps count from 0. The process
+    dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only what is in
+    `config.folder` is left. Before it dies, rank 1 waits until the last checkpoint that was due is
+    saved, but at most 60 seconds. Choose an `at` of at least `config.save_every`: before that none
+    is due, and rank 1 waits all 60 seconds. `config.save_every` must not be 0 (save only the end).
     """
 
     def die(number: int) -> None:
@@ -89,9 +91,9 @@ def weigh(config: TrainConfig) -> int:
     """Take two training steps; return the bytes of the training's state that this rank holds.
 
     To be called on every rank. The state is the rank's part of the parameters, buffers and
-    optimizer moments; gradients and activations aren't counted. Between the steps is a barrier, so
-    that `sent` can count the bytes that go out in the second alone: in the first, ddpkit's FSDP
-    also sends messages by which ranks check that they make their calls in the same order.
+    optimizer moments; gradients and activations aren't counted. The run also serves `sent`, which
+    counts the bytes after the barrier between the two steps: in the first step ddpkit's FSDP also
+    sends messages by which ranks check that they make their calls in the same order.
     """
     trainer = Trainer(config)
     trainer.step(0)  # in which ranks also exchange the order of their calls
@@ -106,10 +108,11 @@ def weigh(config: TrainConfig) -> int:
 def sent(run: Run) -> float:
     """Return the bytes that rank 0 sent after its last barrier, as if collective calls used a ring.
 
-    In a launch of `weigh` these are the bytes of the second training step. They are computed from
-    the sizes in the records of rank 0's calls: an all_reduce of 8 bytes among 4 ranks, for example,
-    counts 2 × 3/4 × 8 = 12. A broadcast is charged to its root alone: from rank 0 it counts 3 × 8,
-    the bytes that all ranks send for it together, and from another rank 0.
+    In a launch of `weigh`, which has a barrier between two training steps, these are the bytes of
+    the second step. They are computed from the sizes in the records of rank 0's calls: an
+    all_reduce of 8 bytes among 4 ranks, for example, counts 2 × 3/4 × 8 = 12. In a broadcast ranks
+    send unequal amounts, so all of them are charged to its root: if that is rank 0, it counts
+    3 × 8, and otherwise nothing.
 
     run: what `launch` returned.
     ValueError: rank 0 made no barrier. KeyError: afterwards it made a call for which no count is
@@ -123,9 +126,9 @@ def sent(run: Run) -> float:
 def flip_a_bit(folder: str | Path) -> Path:
     """Damage the newest checkpoint in a folder by changing one bit; return the checkpoint's path.
 
-    A checkpoint is a folder named `step-` and a number, the newest the last in alphabetical order.
-    The bit is in the middle of one of its `.distcp` files, which hold tensors. The notebook then
-    shows that reading the checkpoint finds the damage.
+    A checkpoint is a folder such as `step-00000040`, after 40 steps; with these zeros, the newest
+    is the last in alphabetical order. The bit is in the middle of one of its `.distcp` files, which
+    hold tensors. The notebook then shows that reading the checkpoint finds the damage.
 
     IndexError: the folder has no checkpoint. StopIteration: the newest has no such file.
     """

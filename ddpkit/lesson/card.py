@@ -2,8 +2,9 @@
 
 Most functions take a verdict, which gives the card its sign and its colours: True is a right answer
 (✓), False a failed check (✗), "surprise" a wrong guess (≠), None stands for no answer (·). A card
-has its own light background, so it is legible in dark themes as well. All texts are plain text; in
-titles, questions and paragraphs of one line, words in backticks are shown as code.
+has its own light background, so it is legible in dark themes as well. Texts are escaped: HTML in
+them is shown as it is written. Words in backticks are shown as code in titles, in questions, and in
+paragraphs of a single line; a paragraph of several lines is shown verbatim in a code font.
 """
 
 import html
@@ -40,10 +41,9 @@ def card(passed: bool | None, title: str, *said: str, folds: Mapping[str, str] =
     """Return the HTML of a card with a sign, a title in bold and paragraphs below it.
 
     passed: True for a ✓, False for a ✗, None for a ·.
-    title, said: the title and the paragraphs as plain text, in which `code` stands in backticks,
-        but a paragraph of several lines is shown verbatim in a code font. Empty paragraphs are left
-        out.
-    folds: {text to click on: text that then unfolds}, shown at the foot of the card.
+    title, said: the title and the paragraphs, plain text. Words in backticks are shown as code, and
+        a paragraph of several lines verbatim, in a code font. Empty paragraphs are left out.
+    folds: {text to click on: a paragraph that then unfolds}, shown at the foot of the card.
     """
     sign, ink, _ = LOOKS[passed]
     head = f'<b style="color: {ink}; font-size: 16px">{sign} {marked(title)}</b>'
@@ -89,8 +89,8 @@ def _paragraph(text: str) -> str:
     """Return plain text as an HTML paragraph.
 
     A text of several lines is kept verbatim in a code font. In a text of one line, words in
-    backticks are set as code. If it begins with a word of two or more small letters and a space
-    ("rank 1 waits"), it gets a capital letter, unless it is an assignment ("pair = 3").
+    backticks are set as code; and if such a text begins with a word of two or more small letters
+    and a space ("rank 1 waits"), it gets a capital letter. An assignment ("pair = 3") gets none.
     """
     if "\n" in text:
         return f'<div style="{CODE}; margin: 6px 0">{html.escape(text)}</div>'

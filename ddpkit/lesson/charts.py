@@ -32,12 +32,12 @@ COLOURS = {  # {name of a backend: colour}, the same in all charts
 def median_time(results) -> Picture:
     """Draw the median time of a collective call as grouped bars, on a logarithmic scale.
 
-    There is a group of bars for each tensor size, and in it a bar for each backend (a way to do the
-    call, such as "gloo" or "ring") with each number of processes. A black mark on a bar is the time
-    that merely moving as many bytes took, by memcpy for example, if that was measured. Used in
-    notebook 02.
+    There is a group of bars for each tensor size, and in it a bar for each pair of a backend (a way
+    to do the call, such as "gloo" or "ring") and a number of processes. A black mark on a bar is
+    the time that merely moving as many bytes took, by memcpy for example, if that was measured.
+    Used in notebook 02.
 
-    results: the measurements of one collective call, from `ddpkit.bench.collectives.measure`.
+    results: what `ddpkit.bench.collectives.measure` returned for one collective call.
     """
     return _grouped_bars(results, lambda _, seconds: 1e3 * seconds, "Median time", "ms", "log")
 
@@ -47,12 +47,13 @@ def bandwidth(results) -> Picture:
 
     Bus bandwidth is the bytes that each rank would send on an ideal ring, divided by the time that
     the call took, so it can be compared with the speed of the wire. There is a group of bars for
-    each tensor size, and in it a bar for each backend (a way to do the call, such as "gloo" or
-    "ring") with each number of processes. A black mark on a bar is its ceiling: the bandwidth if
-    the call took the time that merely moving the same bytes took, as measured beside it. Bars whose
-    ceiling wasn't measured have no mark. Used in notebook 02.
+    each tensor size, and in it a bar for each pair of a backend (a way to do the call, such as
+    "gloo" or "ring") and a number of processes. A black mark on a bar is its ceiling: the bandwidth
+    if the call took only as long as moving as many bytes in the plainest way, by memcpy for
+    example, which was timed in the same rounds. Bars whose ceiling wasn't measured have no mark.
+    Used in notebook 02.
 
-    results: the measurements of one collective call, from `ddpkit.bench.collectives.measure`.
+    results: what `ddpkit.bench.collectives.measure` returned for one collective call.
     """
 
     def gigabytes_per_second(result, seconds: float) -> float:
@@ -64,10 +65,10 @@ def bandwidth(results) -> Picture:
 def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) -> Picture:
     """Draw a bar for each result, in a group for each tensor size; return the picture.
 
-    results: a `ddpkit.bench.results.Results`. Two kinds of them have no bar. A ceiling, such as
-        "memcpy", merely moves the bytes: it is a black mark on the bar of each result that names it
-        as its `ceiling`. The baseline, with which the others are compared, was timed twice; its
-        second time ("gloo again"), which shows differences by chance, isn't drawn.
+    results: a `ddpkit.bench.results.Results`, a list. Two kinds of result have no bar. A ceiling,
+        such as "memcpy", merely moves the bytes: it is a black mark on the bar of each result that
+        names it as its `ceiling`. The second timing of the baseline ("gloo again"), which serves
+        only to see how much times differ by chance, isn't drawn at all.
     value: function of (result, seconds) that returns the height of a bar, or of the mark on it. The
         seconds are the median time of that result, or of its ceiling.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
@@ -121,8 +122,8 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Return {name: colour} for all names, in their order.
 
     A name that is a key of `COLOURS` gets its colour there, so that it looks the same in all
-    charts. The other names get, in turn, the colours of `page.RANK_COLOURS` that aren't taken in
-    this way; if these run out, they repeat from the first.
+    charts. The other names get, in turn, those colours of `page.RANK_COLOURS` that none of `names`
+    has got in this way; if there are too few, these colours repeat from the first.
     """
     taken = {COLOURS.get(name) for name in names}
     free = itertools.cycle([fill for fill in page.RANK_COLOURS if fill not in taken])
@@ -189,8 +190,8 @@ def scaling(
     """Draw the predicted time of a training step on 1 to `most` workers, a curve for each network.
 
     compute_s: the seconds that one worker computes for the whole batch; n workers take 1/n of it.
-    wires: {name of the curve: function from the number of workers to seconds of communication},
-        which are added to the time of computing.
+    wires: {name of a network: function}. The function takes the number of workers, and returns the
+        seconds of communication in a step, which add to those of computing.
     most: the largest number of workers.
 
     A dot marks the lowest point of each curve, and the alt text says where it is. A dashed line
@@ -214,13 +215,14 @@ def scaling(
 
 
 def _stacked_bars(axes, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, object]):
-    """Draw a horizontal bar for each row, the first on top; return the bars' lengths, in order.
+    """Draw a horizontal bar for each row, the first on top; return their lengths in that order.
 
-    A bar is stacked from segments, and the axis has room on the right for a number after each bar.
+    A bar is stacked from segments. The axis has room on the right for a number after each bar; such
+    numbers and the legend are left to the caller.
 
     axes: matplotlib's chart. rows: {label of the bar: {segment: length}}; missing segments are 0.
     colours: {segment: matplotlib colour}, in the order from left to right. Segments that aren't in
-        it are left out.
+        it are neither drawn nor counted in the lengths.
     """
     names, ends = list(rows), [0.0] * len(rows)
     for part, fill in colours.items():
@@ -245,11 +247,11 @@ def bucket_timeline(
 ) -> Picture:
     """Draw when the gradients of a training step become ready and when their buckets are sent.
 
-    A bucket is a group of gradients that one ring all-reduce sends; `cost.timeline` predicts the
-    times, in which each all-reduce waits for the one before. The upper row is backward, with a line
-    where each gradient becomes ready; the lower row has a bar for each bucket's all-reduce. Buckets
-    and their gradients are orange and blue in turn. A red bar at the bottom is the exposed time,
-    from the end of backward to the end of the last all-reduce.
+    A bucket is a group of gradients that one ring all-reduce sends. `cost.timeline` predicts the
+    times: an all-reduce begins once the gradients of its bucket are ready and the one before has
+    ended. The upper row is backward, with a line where each gradient becomes ready; the lower row
+    has a bar for each bucket's all-reduce. Buckets and their gradients are orange and blue in turn.
+    A red bar below is the exposed time, from the end of backward to the end of the last all-reduce.
 
     plan: the buckets in the order in which they are sent, each a list of gradient indices.
     ready_s: for each gradient, the seconds after backward began at which it is ready.
@@ -257,10 +259,10 @@ def bucket_timeline(
     model: the latency and the bandwidth of the wire between ranks.
     world_size: the number of ranks.
     longest_s: the time axis is at least this long, in seconds, so pictures can share a scale.
-    ValueError: no gradients, or one isn't in exactly one bucket or lacks a time or a size, or
-        `world_size` is below 1.
+    ValueError: there are no gradients, a gradient isn't in exactly one bucket or has no time or no
+        size, or `world_size` is below 1.
 
-    The alt text is that of `describe_buckets`, without times. Used in notebook 04.
+    The alt text counts the buckets and the gradients, and states no times. Used in notebook 04.
     """
     line = cost.timeline(plan, ready_s, sizes, model, world_size)
     backward, end = 1e3 * line.backward_s, 1e3 * line.done[-1]
@@ -294,9 +296,9 @@ def bucket_timeline(
 
 
 def describe_buckets(plan: cost.Plan) -> str:
-    """Return the alt text of the picture that `bucket_timeline` draws, which states no times.
+    """Return the alt text, without times, of the picture that `bucket_timeline` draws.
 
-    plan: the buckets of gradients that are sent together, each a list of gradient indices.
+    plan: a list of buckets, each the list of the indices of the gradients that are sent together.
     """
     gradients = sum(map(len, plan))
     return (
@@ -377,8 +379,8 @@ def shards(numels: Mapping[str, int], world_size: int) -> Picture:
     A shard is the part of the buffer that one rank keeps. All are equally long, so the buffer is
     padded at its end to a multiple of `world_size`.
 
-    numels: {name of the parameter: number of elements}, in the order of the buffer. A name is left
-        out where its bar is too short for it.
+    numels: {name of the parameter: number of elements}, in the order of the buffer. A parameter
+        whose part of the bar is too short for its name is drawn without it.
     world_size: the number of ranks, and so of shards.
 
     The alt text states where each parameter begins and ends. Used in notebook 07.
@@ -454,10 +456,10 @@ def zero_grid(world_size: int) -> Picture:
     """Draw which part of the model states each rank keeps in ZeRO's stages 0 to 3.
 
     The grid has a row for each stage and a column for each rank. A cell has three bands, for
-    parameters, gradients and optimizer state, each as high as its bytes for one parameter. The part
-    of a band that the rank keeps is coloured, which is all of it or 1/`world_size`; so coloured
-    areas are proportional to bytes. Training is in mixed precision with AdamW, as in figure 1 of
-    the ZeRO paper. Used in notebook 07.
+    parameters, gradients and optimizer state. A band's height is proportional to the bytes that it
+    takes per parameter of the model (2, 2, 12). The rank's part of it, all or 1/`world_size`, is
+    coloured, so coloured areas are proportional to bytes. Training is in mixed precision with
+    AdamW, as in figure 1 of the ZeRO paper. Used in notebook 07.
     """
     kinds = memory.PRECISIONS["mixed"]._asdict()
     figure, (axes,) = chart("Who keeps what", 600)
@@ -523,15 +525,15 @@ def fitted(
 ) -> Picture:
     """Draw one algorithm's times against tensor size: measurements, and the fitted model's line.
 
-    Both axes are logarithmic. A note states the model's parameters and its median error on both
-    sets of points.
+    Both axes are logarithmic. A note states the model's parameters, and its median relative error
+    on each of the two sets of points.
 
     fit: the model, which predicts seconds from bytes.
     measured: the measurements that the model was fitted to, drawn as full points. These and
         `held_out` must all be of one algorithm, with one number of ranks, which isn't checked.
     held_out: measurements, at least one, that the model wasn't fitted to, drawn as hollow points:
-        if they lie on the line, the model predicts sizes that it hasn't seen.
-    title: the heading, also of the alt text; it should say so if the link was emulated.
+        if they lie on the line, the model also holds for sizes that it hasn't seen.
+    title: the heading, also of the alt text. If the network link was emulated, it should say that.
 
     The alt text counts the points, and states no time unless the title does. Used in notebook 02.
     """
@@ -573,14 +575,15 @@ def crossing(
     """Draw several algorithms' predicted times by tensor size, and mark where the fastest changes.
 
     A circle and a dashed line mark each size from which on another algorithm is the fastest. Both
-    axes are logarithmic. Sizes go from 1 kB to 10 MB; the range is extended if a measurement lies
-    outside, and on either side of a mark at size s it reaches at least to s/30 and 30·s.
+    axes are logarithmic. Sizes go from 1 kB to 10 MB, or farther, to hold every measurement and,
+    around every mark at a size s, the range from s/30 to 30·s.
 
     model: the cost model, which predicts seconds from bytes and which the lines follow.
     algorithms: names from `cost.ALGORITHMS`, such as "ring_all_reduce".
     world_size: the number of ranks.
-    measured: times with this number of ranks, drawn as points; other algorithms' aren't drawn.
-    title: the heading, also of the alt text; it should say so if the link was emulated.
+    measured: measurements with `world_size` ranks, drawn as points; those of algorithms that aren't
+        in `algorithms` are left out.
+    title: the heading, also of the alt text. If the network link was emulated, it should say that.
 
     The alt text names the fastest algorithms, from small sizes to large, and states no number but
     the title's. Used in notebook 02.
@@ -663,7 +666,7 @@ def _curve(axes, model, algorithm: str, world_size: int, sizes, measured, label:
 
 
 def _points(axes, measured: Sequence[cost.Measurement], **style):
-    """Draw measurements as points: seconds against bytes, in matplotlib's `style`."""
+    """Draw measurements as points, seconds against bytes; `style`: keywords of `axes.plot`."""
     x = [measurement.nbytes for measurement in measured]
     y = [measurement.seconds for measurement in measured]
     axes.plot(x, y, ls="none", ms=11, mew=2.5, zorder=3, **style)

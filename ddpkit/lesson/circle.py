@@ -1,8 +1,9 @@
 """Draw the ranks of a ring on a circle, each element of a rank's first buffer as a striped cell.
 
 A rank's first buffer is the storage of the first tensor that it sends or receives. A cell has room
-for a stripe of each rank, which is drawn, in the rank's colour, if the rank contributed to the
-cell's value. So a finished sum has all stripes, and no digits or legend are needed.
+for one stripe per rank. A rank's stripe is drawn, in its colour, if it contributed to the cell's
+value; so a finished sum has all stripes. A `Frame` is the state that one picture of an animation
+shows: every rank's buffers, and for each element who contributed to it, its owner.
 """
 
 import math
@@ -19,10 +20,10 @@ CELL, GAP, NODE_HEIGHT = 40, 6, 96
 def is_round(frames: list[Frame], world_size: int) -> bool:
     """Return whether a run can be drawn as a ring, its ranks on a circle.
 
-    It can if there are 3 to 8 ranks, and if in each hop (messages that travel at the same time)
-    every rank sends one message to its right neighbour: rank + 1 or, for the last rank, 0. Each
+    It can if there are 3 to 8 ranks and at least one hop (messages that travel at the same time),
+    and if in each hop every rank sends one message to rank + 1 or, from the last rank, to 0. Each
     message must lie in its sender's first buffer, whose elements `launch(..., keep_values=True)`
-    must have recorded. In the end no first buffer may hold more elements than there are ranks.
+    must have recorded. In the last frame no first buffer may hold more elements than ranks exist.
 
     frames: what `film.hop_by_hop` returns: a frame for each hop, then one for the end. Any other
         list of at least one frame gives False.
@@ -44,8 +45,8 @@ def is_round(frames: list[Frame], world_size: int) -> bool:
 def place(rank: float, world_size: int) -> tuple[float, float]:
     """Return (x, y) of a rank's centre, in pixels from the upper left corner of the picture.
 
-    Ranks are placed clockwise on the circle, which is wider than high, with rank 0 at the top. A
-    fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
+    Ranks are placed clockwise, rank 0 at the top, on the circle, in fact an ellipse wider than
+    high. A fractional rank lies between its neighbours: 0.5 is halfway between ranks 0 and 1.
     """
     angle = 2 * math.pi * rank / world_size - math.pi / 2
     return MIDDLE_X + RADIUS_X * math.cos(angle), MIDDLE_Y + RADIUS_Y * math.sin(angle)
@@ -54,19 +55,18 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
     """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
-    The first buffer is the storage of the first tensor that the rank sent or received; the run
-    needs `launch(..., keep_values=True)`, which records the elements. They are listed by index. The
-    owner of an element is the rank that the number came from, a frozenset of ranks if it is the sum
-    of their numbers, or None if that isn't known.
+    The owner of an element is the rank that its value came from, a frozenset of ranks if it is the
+    sum of their values, or None if that isn't known. Owners are listed in the order of the
+    elements. The run needs `launch(..., keep_values=True)`, which records them.
 
     StopIteration: the frame shows no buffer of the rank, because it has sent or received nothing
-        yet, or its elements weren't recorded. In frames that `is_round` accepts this can't happen.
+        yet, or its elements weren't recorded. It can't happen where `is_round` is True.
     """
     return [owner for _, owner in next(iter(frame.memory[rank].values()))]
 
 
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
-    """Return (x, y) of a cell's upper left corner, in pixels from that corner of the picture.
+    """Return (x, y) of a cell's upper left corner, in pixels right of and below the picture's.
 
     The ranks stand on a circle, and each has a row of cells, which show the elements of its data.
 
@@ -79,9 +79,9 @@ def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[floa
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
     """Draw the ranks on their circle, with their cells and the messages that they are sending.
 
-    frame: one that `film.hop_by_hop` returns, for a hop (messages that travel at the same time) or
-        for the end, of a run that `is_round` accepts. The picture's alt text is `frame.event.text`,
-        such as "hop 1: rank 0 sends [1] to rank 1, 1 sends [10] to rank 2, ...".
+    frame: one of those that `film.hop_by_hop` returns for each hop (messages that travel at the
+        same time) and for the end. The run must be a ring, as `is_round` checks. The picture's alt
+        text is `frame.event.text`, such as "the end: what each rank has now".
     title: the text above the circle.
     """
     canvas = Canvas(WIDTH, HEIGHT)
@@ -100,7 +100,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
-    """Draw a rank's name and cells as `frame` shows them, with thick edges on cells it sends."""
+    """Draw a rank's name and cells, as in `frame`; those that it sends there have thick edges."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)
@@ -115,9 +115,9 @@ def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
 
 
 def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool):
-    """Draw a cell with its upper left corner at (x, y), and a stripe for each rank in `owner`.
+    """Draw a cell with its upper left corner at (x, y), and a stripe for each contributing rank.
 
-    owner: a rank, a frozenset of ranks, or None for no stripe. marked: give it a thick frame.
+    owner: that rank, a frozenset of such ranks, or None: no stripe. marked: give it a thick frame.
     """
     edge, line = ("black", 3) if marked else (page.FAINT, 1.5)
     canvas.box(x, y, CELL, CELL, page.EMPTY, edge, line, round=3)
@@ -126,11 +126,12 @@ def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool
 
 
 def _draw_message(canvas: Canvas, message: Frame, world_size: int):
-    """Draw the cells of a message in a row, the first halfway between its sender and its receiver.
+    """Draw the cells of a message in a row that begins halfway between sender and receiver.
 
-    In the browser they travel from the sender's cells to those of the same indices at the receiver.
+    The first cell is centred there, on the circle; the others follow to the right. In the browser
+    the row instead travels from the sender's cells to those of the same indices at the receiver.
 
-    message: the frame of a single message, one of those in `Frame.sent`.
+    message: the frame of this message alone, one of those that the frame of a hop has as `sent`.
     """
     event, (_, marked) = message.event, message.marked[message.event.rank]
     cells = len(cells_of(message, event.rank))

@@ -1,13 +1,15 @@
 """Draw the animation and the charts of notebook 13, and compute on ranks what they show.
 
-The animation steps through ring attention, in which keys and values travel from rank to rank, one
-rank further in each hop. It shows which blocks of the score matrix each rank computes in each hop,
-as `blocks_computed` noted them in a real run. A deal says which chunks of the sequence each rank
-has; deals have names, such as "in order" and "zigzag". The charts show bytes sent by number of
-key/value heads, and the load of experts.
+The animation steps through ring attention, in which keys and values travel from rank to rank. In
+hop 0 each rank has its own, and in each later hop those that its left neighbour had before. Shown
+are the blocks of the score matrix that each rank computes, as `blocks_computed` noted them on the
+ranks. A deal says which chunks of the sequence each rank has; deals have names, such as "in order"
+and "zigzag". The charts show bytes sent by number of key/value heads, and how a router shares
+tokens out to experts.
 
 The argument `by_deal` of several functions is {name of the deal: for each rank, its list of
-blocks}. A block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal).
+blocks}. A block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal); hops are
+numbered from 0, and chunks by their place in the sequence, from 0.
 """
 
 import time
@@ -43,7 +45,7 @@ Seen = tuple[int, int, int, bool]
 def blocks_computed(
     deal: Deal, causal: bool = True, seconds: float = 0.0
 ) -> tuple[list[Seen], float]:
-    """Run ring attention on this rank, and note which blocks of the score matrix it computes.
+    """Run ring attention on small tensors; note which blocks of scores this rank computes.
 
     Return (blocks in the order of computing, share of the run's time that this rank slept). A
     block is (hop, chunk of queries, chunk of keys, whether it is on the diagonal); in hop h the
@@ -51,9 +53,10 @@ def blocks_computed(
     barrier, so it lasts until the slowest rank has ended. Call it on all ranks.
 
     deal: for each rank, the indices of the two chunks of the sequence that it has.
-    causal: leave out blocks whose keys all come after the queries.
-    seconds: how long the rank sleeps for each block, to stand in for computing; half as long for
-        one on the diagonal, of which the mask hides half. With 0 the share is 0.
+    causal: leave out blocks whose keys all come after the queries. If False, no block counts as on
+        the diagonal.
+    seconds: how long the rank sleeps at each block, as if it were a large one; half as long at one
+        on the diagonal, of which the mask hides half. With 0 the share is 0.
     """
     rank = dist.get_rank()
     seen, forward = [], blocks.flash_forward
@@ -80,8 +83,8 @@ def blocks_computed(
 def deals(world_size: int) -> dict[str, Deal]:
     """Return {name: deal} for three ways to give the 2·W chunks of a sequence to W ranks.
 
-    A deal lists for each rank the indices of its two chunks: "in order" gives rank r chunks 2r and
-    2r + 1, "like cards" r and r + W, "zigzag" r and 2W − 1 − r.
+    A deal lists for each rank the indices of its two chunks. Those of rank r are 2r and 2r + 1 in
+    the deal "in order", r and r + W in "like cards", r and 2W − 1 − r in "zigzag".
     """
     cards = [(rank, rank + world_size) for rank in range(world_size)]
     return {"in order": contiguous(world_size), "like cards": cards, "zigzag": zigzag(world_size)}
@@ -98,13 +101,13 @@ SCHEMES = {
 def both_ways(scheme: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 8) -> None:
     """Run causal attention over a sequence that the ranks share, forward and then backward.
 
-    Launch it on every rank, and hand the run to `sent`, which counts the bytes of each pass: it
-    tells the passes apart by the barrier between them. Each rank has 8 tokens, for each of which a
-    head has 16 numbers.
+    Launch this on every rank, and pass what `launch` returns to `sent`, which counts the bytes of
+    each pass; a barrier separates the two. Each rank has 8 tokens, and a head 16 numbers for each.
 
     scheme: "ring", "zigzag", "all-gather" or "all-to-all", a key of `SCHEMES`.
     dtype: the dtype of queries, keys and values.
-    heads: the number of query heads. kv_heads: the number of key heads, and of value heads.
+    heads, kv_heads: the number of query heads, and of key heads (of value heads as well). `heads`
+        is a multiple of `kv_heads`; for "all-to-all", both are multiples of the number of ranks.
     """
     q = torch.ones(1, heads, 8, 16, dtype=dtype, requires_grad=True)
     k, v = torch.ones(2, 1, kv_heads, 8, 16, dtype=dtype, requires_grad=True)
@@ -120,10 +123,10 @@ def sent(run) -> tuple[int, int, int]:
     The bytes that rank 0 sends to the others are computed from its calls' records, not measured.
     With W ranks, a message counts as the bytes of its tensor, and an all-gather as W − 1 times the
     bytes of rank 0's shard. An all-to-all or reduce-scatter counts as (W − 1)/W of the bytes of its
-    tensor, because rank 0's own part stays. The number of calls is that of both passes together,
+    input, because rank 0's own part stays. The number of calls is that of both passes together,
     without receives and the barrier.
 
-    run: what `ddpkit.launch` returned, as launch(both_ways, "ring", torch.float32, world_size=4).
+    run: for example the result of launch(both_ways, "ring", torch.float32, world_size=4).
     ValueError: rank 0 didn't make exactly one barrier call, the mark between the two passes.
     """
     others = len(run.wire) - 1
@@ -166,10 +169,10 @@ CELL, TOP = 33, 96
 def score_player(runs: Mapping[str, Iterable[tuple[list[Seen], float]]]) -> StepThrough:
     """Return a widget with a slider over the hops of ring attention, several deals side by side.
 
-    A deal says which chunks of the sequence each rank has. A picture shows for each deal the matrix
-    of scores, with the blocks that ranks compute up to that hop.
+    A deal says which chunks of the sequence each rank has. The picture of a hop shows for each deal
+    the matrix of scores, with the blocks that ranks have computed by the end of that hop.
 
-    runs: {name of the deal: for each rank, what `blocks_computed` returned}, which is (blocks,
+    runs: {name of the deal: for each rank, the result of `blocks_computed`}. A result is (blocks,
         share of time); the share isn't used. A block is (hop, chunk of queries, chunk of keys,
         whether it is on the diagonal). All runs have the same number of ranks.
     """
@@ -237,8 +240,9 @@ def draw(by_deal: Mapping[str, list[list[Seen]]], hop: int, text: str) -> Pictur
 def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: int) -> None:
     """Draw the blocks of one deal into its matrix, whose left edge is at `left` pixels.
 
-    Those of hop number `hop` have a thick frame, those of later hops are white.
-    seen_by: for each rank, its list of blocks, as in `by_deal`.
+    A block up to hop `hop` has its rank's colour and the number of its hop, with a ½ if it is on
+    the diagonal; those of hop `hop` have a thick frame as well. Blocks of later hops are white.
+    seen_by: for each rank, its list of blocks: one value of `by_deal`.
     """
     found = [(block, rank) for rank, seen in enumerate(seen_by) for block in seen]
     # The blocks of this hop are drawn last, so that no other block covers their frames.
@@ -259,7 +263,8 @@ def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> f
     """Return how much a rank sends in the forward pass, as a multiple of one head's keys.
 
     The unit is the bytes of one head's keys for the tokens of one rank. For example, the result is
-    48.0 for a ring of 4 ranks with 8 kv_heads: keys and values, 8 heads, 3 hops.
+    48.0 for a ring of 4 ranks with 8 kv_heads: keys and values, 8 heads, 3 hops. For all-to-alls
+    with 8 heads as well it is 24.0: q, k, v and outputs, 8 heads, of which 3/4 leave the rank.
 
     scheme: "ring" for ring attention; anything else for two all-to-alls. In the first, each rank
         gives away q, k and v of its own tokens, and gets those of all tokens for 1/W of the heads.
@@ -282,8 +287,8 @@ def crossing(
     The schemes are a ring, in which keys and values travel, and an all-to-all, which gives each
     rank the whole sequence for some of the heads. Lines show computed bytes, points those that a
     run sent. The all-to-all's line is dotted where there are fewer key/value heads than ranks,
-    which it can't deal out. A dashed line marks the number of heads with which both send equally
-    much. The alt text states this number, and the most bytes that were measured.
+    since each rank needs one. A dashed line marks the number of key/value heads with which both
+    send equally much. The alt text states this number, and the most bytes that were measured.
 
     measured: {"ring" or "all-to-all": {number of key/value heads: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.
@@ -318,9 +323,10 @@ def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
 
     A token's choices are the experts that it is sent to, one or more; a share is the part of a
     step's choices that fall on one expert. A panel is a stack of bands, one for each expert and as
-    high as its share, averaged over 8 steps at a time (`EVERY`). Bands over 6 % at the right end
-    have the expert's index. Colours repeat after 8 experts. The alt text states the largest share
-    of the last 8 steps, in multiples of the average share of an expert.
+    high as its share, averaged over 8 steps at a time (`EVERY`). A band that is over 6 % high at
+    the right end has the expert's index there. Colours repeat after 8 experts. The alt text states
+    for each training the largest share in the average of its last 8 steps, in multiples of the
+    average share of an expert.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
         add up to 1. The number of steps is a multiple of 8.

@@ -2,7 +2,7 @@
 
 Each public function that draws returns a `Picture`: a matplotlib figure, and a text that says what
 it shows, which serves as its alt text and states no measured time. The functions that draw a run
-take what `launch` returned; `run.wire` has the records of each rank's calls.
+take the `Run` that `launch` returned, whose `wire` has the records of each rank's calls.
 """
 
 import math
@@ -20,11 +20,12 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
-    A number has the colour of the rank that it came from, as `find_owners` finds it; it is grey if
-    that is unknown, as it may be for a sum or a value of several ranks. Used in notebook 01.
+    A number before the call has its rank's colour. A number after it has that of the rank itself,
+    if that had it at the same index before, or of the only rank that had it. Other numbers, such as
+    most sums, are grey; so let the ranks begin with different ones. Used in notebook 01.
 
     pairs: for each rank, (before, after), for example what `launch` returned if the function
-        returned that pair. Each is a tensor or list of any length, or None for nothing.
+        returned that pair. Each is a tensor or list of any shape, or None for nothing.
     title: the heading of the picture. The alt text begins with it, and then lists each rank's first
         16 numbers before and after.
     """
@@ -51,15 +52,16 @@ def before_after(pairs: Iterable, title: str) -> Picture:
 class Change:
     """A drawing of what a collective call did: each rank's numbers before, an arrow, those after.
 
-    by_rank: the argument, {rank: (numbers before, numbers after, owners of the numbers after)}.
-        Numbers are a list, or None if there are none. A number's owner gives its box the colour:
-        the rank that contributed it, a frozenset of ranks for a sum, or None if that is unknown.
+    by_rank: the argument, {rank: (before, after, owners)}. before, after: the rank's numbers in a
+        list, or None if there are none. owners: for each number of `after`, the rank that
+        contributed it, a frozenset of ranks for a sum, or None if that is unknown. The owner gives
+        the number's box its colour; a number before has its rank's colour.
 
     Attributes computed from `by_rank`, the same for all ranks, so that rows are aligned:
-    cell: the width of a number's box, in pixels. per_line: the most boxes in a line, [before,
-        after].
+    cell: the width of a number's box, in pixels. per_line: [before, after], the number of boxes
+        after which a list goes on in the next line.
     width: the width of the drawing, in pixels. middles: (before, after), the x of the centres of
-        its two halves, in pixels from its left edge.
+        the drawing's two halves, in pixels from its left edge.
     """
 
     ARROW = 84
@@ -75,14 +77,15 @@ class Change:
         self.middles = left / 2, left + self.ARROW + right / 2
 
     def lines(self, rank: int) -> int:
-        """Return how many lines the numbers of `rank` take, each `page.ROW` pixels high."""
+        """Return how many lines of boxes `rank` needs, before or after: the larger number, >= 1."""
         sides = zip(self.by_rank[rank], self.per_line, strict=False)
         return max(math.ceil(len(row or " ") / per_line) for row, per_line in sides)
 
     def draw(self, canvas: Canvas, x: float, y: float, rank: int) -> None:
         """Draw one rank's numbers before the call, an arrow, and its numbers after the call.
 
-        x, y: the upper left corner of the drawing, in pixels. rank: a key of `by_rank`.
+        x, y: the upper left corner of this rank's drawing, in pixels; a line is `page.ROW` high.
+        rank: a key of `by_rank`. A side without numbers is drawn as an empty, dashed box.
         """
         before, after, owners = self.by_rank[rank]
         own = [rank] * len(before or ())
@@ -93,7 +96,7 @@ class Change:
 
 
 def longest_row(rows: Iterable[list | None]) -> int:
-    """Return the length of the longest row, where None and an empty row count as 1."""
+    """Return how many boxes the longest row takes; one that is None or empty is drawn as one."""
     return max(len(row or " ") for row in rows)
 
 
@@ -117,7 +120,8 @@ def flat(values) -> list | None:
 def _say_rows(rows: Sequence[list | None]) -> str:
     """Return in words what each rank has: 'rank 0 has [1, 2], ranks 1 and 2 have nothing'.
 
-    rows: for each rank, its numbers, or None. After 16 numbers, the rest is "…".
+    rows: for each rank, its numbers, or None. Equal rows are named together; after 16 numbers of a
+        row, the rest is "…".
     """
     said = []
     for who, text in alike(numbers(row or None) for row in rows):
@@ -144,11 +148,11 @@ def alike(texts: Iterable[str]) -> list[tuple[str, str]]:
 def find_owners(
     before: Sequence[list | None], after: Sequence[list | None]
 ) -> list[list[int | None]]:
-    """Find the rank that each number came from by comparing values; return for each rank a list.
+    """Find, by comparing values, the rank that each number after a collective call came from.
 
-    The list has an owner for each number that the rank has after a collective call: the rank itself
-    if it had the number at the same index before; otherwise the only rank that had it; None if none
-    or several had it.
+    Return for each rank a list of owners, one for each number that it has after the call: the rank
+    itself if it had the number at the same index before; otherwise the only rank that had it, at
+    any index; None if none or several had it. A rank with nothing after the call gets [].
 
     before, after: for each rank, its numbers, or None for nothing.
     """
@@ -171,7 +175,8 @@ def traffic(run_or_runs) -> Picture:
     """Draw the bytes that each rank sent and received, a panel for each run.
 
     Panels and alt text state the bytes sent in all, and the busiest rank by sent plus received.
-    Only messages (sends and receives) count: what torch's own collectives send isn't recorded.
+    Only messages (sends and receives) count: what torch's own collectives move between ranks isn't
+    recorded. Without messages the bars are empty.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}; all panels share a scale.
     """
@@ -231,13 +236,13 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 def hops(run) -> Picture:
     """Draw the messages of a run as arrows between ranks, a row for each hop.
 
-    Messages that can travel at the same time share a hop. A message is in hop 1 if neither its
-    sender nor its receiver had completed a message before it began this one. Otherwise it is one
-    hop after the highest hop of those, as when a rank forwards what it received. Only messages with
+    Messages that can travel at the same time share a hop. A message is one hop after the latest of
+    the messages that its sender or its receiver had completed before that rank began this one, as
+    when a rank forwards what it received. Without such messages it is in hop 1. Only messages with
     a recorded send and receive are drawn, so none inside torch's own collectives. The alt text
     lists the messages.
 
-    run: what `launch` returned.
+    run: what `launch` returned. If it has no messages, the ranks are drawn without arrows.
     """
     rows, world_size = hops_of(run), len(run.wire)
     step, left, top = min(220, (page.WIDEST - 120) / world_size), 110, 62
@@ -267,15 +272,16 @@ def hops(run) -> Picture:
 def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> Picture:
     """Draw when each rank computed, when it waited, and when its calls were on the wire.
 
-    A rank has two lanes: its program above, its communication below (on a GPU, a lane for each
-    stream). Where a lower lane is busy while the upper one computes, the two overlap. A run without
-    calls that are drawn is left out; if that is true of all runs, the picture says so in words.
+    A rank's upper lane is grey where its program computes, white where it waits for a call (on a
+    GPU, where the stream that computes waits). Below is its communication (on a GPU, a lane for
+    each stream). Where a lower lane is busy while the upper one is grey, the two overlap. A run
+    without calls, or with none after `after`, is left out; if all are, the picture says so.
 
     run_or_runs: the `Run` that `launch` returned, or {name: Run}, drawn as stacked panels with a
         shared time axis.
-    after: the name of an operation, such as "broadcast". Of each rank, only what follows the end of
-        its last broadcast is drawn, for example to leave out a warm-up. If it is None, or the rank
-        made no such call, the rank is drawn from its first call on.
+    after: the name of an operation. Each rank is drawn from the end of its last call of it: with
+        "broadcast", for example, without a warm-up that ended with a broadcast. If it is None, or
+        the rank made no such call, the rank is drawn from its first call on.
     backward: whether the launched function returned, on each rank, the time by
         `time.perf_counter()` at which its last backward began; the upper lane is then darker from
         that time on.
@@ -294,7 +300,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
     tall = min(64, (page.TALLEST - 110 - 36 * len(ranks)) / sum(ranks))  # pixels of a rank
     height = max(260, 110 + 36 * len(ranks) + tall * sum(ranks))
     figure, panels = chart("", height, len(ranks), sharex=True, height_ratios=ranks)
-    initials: dict[str, str] = {}
+    initials: set[tuple[str, str]] = set()
     for axes, (name, part) in zip(panels, shown.items(), strict=True):
         heading = ", ".join(filter(None, (name, part.link)))
         axes.set_title(heading, fontsize=page.NORMAL, weight="bold", loc="left")
@@ -311,7 +317,7 @@ def timeline(run_or_runs, after: str | None = None, backward: bool = False) -> P
         if any(streams):
             said.append(f"Lanes of streams: {', '.join(streams)}")
     panels[-1].set_xlabel("time (ms)")
-    names = ", ".join(f"{short}: {op}" for short, op in sorted(initials.items()))
+    names = ", ".join(f"{short}: {op}" for short, op in sorted(initials))
     wire = patch(f"its calls on the wire{f' ({names})' * bool(names)}, in its colour", colour(0))
     waits = patch("it waits", page.EMPTY, page.GREY)
     computes = [patch("a rank computes", page.FAINT)]
@@ -337,9 +343,9 @@ class Part:
     run: what `launch` returned. after: the name of an operation, such as "broadcast"; None for the
         whole run.
     wire: for each rank, the records of its calls in this part.
-    begun: for each rank, the end of that last call, or its beginning if no end is recorded; but no
-        later than the next call, if that was made before. If the rank made no such call, the time
-        of its first one, or inf without any.
+    begun: for each rank, when its part begins: at the end of its last call of `after` (or, if that
+        isn't recorded, at its beginning), or at the rank's next call if that came before. A rank
+        that never called `after` is drawn whole, from its first call; inf if it made no call.
     start: the earliest time in `begun`; inf if no rank made a call in the whole run.
     end: the latest time in this part's records. Without any, as when `after` was each rank's last
         call, it is 0.0, before `start`, and there is nothing to draw.
@@ -363,9 +369,9 @@ class Part:
         self.calls = "; ".join(f"{who}: {text}" for who, text in said)
 
     def streams(self, rank: int) -> list[str]:
-        """Return the names of the GPU streams that carry a rank's calls, in order of first use.
+        """Return the names of the streams of a rank's calls in this part, in order of first use.
 
-        `timeline` draws a lane for each stream. Calls on a CPU are all in one, named "".
+        `timeline` draws a lane for each. All calls on a CPU are in one, named ""; [] without calls.
         """
         return list(dict.fromkeys(record.stream for record in self.wire[rank]))
 
@@ -385,9 +391,10 @@ def _say_calls(records: Sequence) -> str:
 
 
 def last_known(records: Sequence) -> float:
-    """Return the latest time in these records at which a call was made, completed or waited for.
+    """Return the last time at which a call was made, was completed or began to be waited for.
 
-    The time is in seconds, by `time.perf_counter()`. ValueError: there are no records.
+    It is in seconds, by `time.perf_counter()`. A timeline draws calls that never end up to there.
+    records: those of one rank. ValueError: there are none.
     """
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
@@ -395,8 +402,8 @@ def last_known(records: Sequence) -> float:
 def _draw_program(axes, part: Part, rank: int, turned: float | None):
     """Draw the upper lane of a rank: grey where it computes, white where it waits.
 
-    It waits from the moment when it begins to wait for a call until that is complete or, if it
-    never is, until the last time in the rank's records, where the lane ends.
+    A wait is white from its beginning until the call is complete. If the call never is, the wait is
+    white to the end of the lane, which is the last time in the rank's records.
 
     part: the records of each rank's calls, and their times, in the part of a run that is drawn.
     turned: the time at which backward began, by `time.perf_counter()`; before it the grey is
@@ -416,13 +423,14 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
         axes.broken_barh(part.spans(times), (rank - 0.42, 0.4), fc=fill, ec=edge, lw=0.8)
 
 
-def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict[str, str]:
+def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> set[tuple]:
     """Draw the lower lane of a rank, below that of computing: a box for each of its calls.
 
-    A box goes from the beginning of the call to its end or, without one, to the last time in the
-    rank's records. On a GPU each stream has a lane, the first on top. Where calls overlap, the one
-    that ends first lies in front, so that the longer one stays visible after it. Return {initials:
-    name of the operation}, such as {"ag": "all_gather"}, for the boxes that have only initials.
+    A box goes from when the call was made (on a GPU, when its stream came to it) to when it was
+    complete or, if it never was, to the last time in the rank's records. On a GPU the lane has a
+    strip for each stream of calls, the first used on top. Where calls overlap, the one that ends
+    first lies in front; the rest of the longer one shows to its right. Return (initials, name of
+    the operation), such as ("ag", "all_gather"), for the boxes that have only initials.
 
     part: the records of each rank's calls, and their times, in the part of a run that is drawn.
     longest: the seconds that the time axis spans.
@@ -432,7 +440,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
     records, fill = part.wire[rank], page.dark(colour(rank))
     per_second = 780 / longest  # pixels, about
     last, streams = last_known(records), part.streams(rank)
-    initials = {}
+    initials = set()
     tall = 0.4 / len(streams)
     for lane, stream in enumerate(streams):
         found = ((r.done or last, r.begun, r.op) for r in records if r.stream == stream)
@@ -447,7 +455,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
             if named and len(streams) == 1 and room > len(said):
                 middle = 1e3 * ((seen + end) / 2 - part.start)
                 page.write_on(axes, middle, y + tall / 2, said, fill)
-                initials |= {short: op} if said == short else {}
+                initials |= {(short, op)} if said == short else set()
         bars = part.spans((begin, end) for end, begin, _ in reversed(calls))
         axes.broken_barh(bars, (y, tall), fc=fill, ec=edges[::-1], lw=0.8)
     return initials
@@ -457,7 +465,7 @@ def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> dict
 
 
 def worlds(world_size: int) -> Picture:
-    """Draw `world_size` ranks, 1 to 8, on one machine: processes with their memory, above a CPU."""
+    """Draw a world of 1 to 8 ranks on one machine: processes with their own memory, above a CPU."""
     width, ground = 970, 266  # the same for every world
     step = min(230, (width - 50) / world_size)
     canvas = Canvas(width, ground + 120)

@@ -1,11 +1,11 @@
 """Build the animation of a recorded run: every rank's numbers after each event, and their owners.
 
-The animation is called a film, and is a list of frames, which `player` and `circle` draw. An event
-is a message sent or received, a collective call, or what went wrong. The owner of a number is the
-rank that it came from. Owners follow from the records of the ranks' calls: until anything arrives a
-rank's numbers are its own, and a message brings its owners along to the elements where it arrives.
-If a number changes in place after that, the rank may have added numbers that had arrived: if these
-and its old value add up to the new one, all their owners own it; otherwise its owner is unknown.
+The animation is called a film, and is a list of frames, which `player` and `circle` draw. A frame
+shows one event: a message sent or received, a collective call, or what went wrong. A number's owner
+is the rank that it came from, or the set of ranks if it is a sum; it follows from the records of
+the ranks' calls. Until anything arrives, a rank's numbers are its own; what arrives has its owners.
+If a number changes in place later, the rank may have added numbers that it received: if the old
+value plus some of these is the new value, all their owners own it; otherwise its owner is unknown.
 """
 
 import copy
@@ -33,8 +33,8 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
     Return None if it isn't, or if a value or an owner is unknown. A relative difference of 1e-6 is
     allowed, because of rounding.
 
-    cells: (value, owner) of each number; the owner is the rank that it came from, a frozenset of
-        ranks if it is a sum over them, or None if unknown.
+    cells: (value, owner) of each number; either is None if unknown. The owner is the rank that the
+        number came from, or a frozenset of ranks if the number is a sum over them.
     """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
@@ -58,18 +58,19 @@ class Frame:
         tensor, and its key is the storage's number in the rank's records (0, 1, ...). A result of a
         collective that is in none of these has the operation's name, such as "all_gather", as its
         key; the next such result of an all_gather replaces it.
-    flying: (sender, receiver) of each message in flight other than one that the event sends.
+    flying: (sender, receiver) of each message in flight, but for those that the event sends.
     status: {rank: what is wrong with it, in words}, as known at that point.
-    wrong: the events up to this one in which something went wrong: those of kind "differ", "stuck",
-        "lost" or "failed".
-    marked: {rank: (buffer, range of indices)} of the elements that the event's message moves, at
-        its sender if it is sent, at its receiver if it is received; of a hop, at each sender, for
-        its last message. {} for other events, and if no buffer was kept.
+    wrong: the events up to this one in which something went wrong: calls that don't match, a rank
+        that is stuck or failed, or a message that was lost.
+    marked: {rank: (buffer, a `range` of indices)}, the elements to highlight: those that a message
+        moves, at its sender if it is sent, at its receiver if it is received; of a hop, those of
+        each sender's last message. {} for other events, and if the records have no copy of the
+        buffer (no keep_values, or more than 64 elements).
     owners: the owner of each element of the event's message; [] if its values weren't kept, and for
         events that aren't a single message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
-    holdings: for each rank, its `Holdings` (buffers, and the owners of the numbers in them) at the
-        end; only in the last frame that `film` returns.
+    holdings: for each rank, its `Holdings`, of whose buffers `memory` is a copy; `hop_by_hop` puts
+        later changes into them. Only in the last frame that `film` returns.
     """
 
     event: Event
@@ -88,16 +89,16 @@ class Holdings:
 
     The owner of a number is the rank that it came from; a frozenset if it combines several.
 
-    rank: the rank. records: the records of all its calls, in order. If these begin with sends, the
-        buffers of these sends are filled in at once: pictures of other ranks' earlier events show
-        them. Then the caller passes each record to `look` (a send, or what went wrong), `take` (a
-        receive) or `share` (a collective).
+    rank: the rank. records: the records of all its calls, in order. Sends before the first other
+        call fill in their buffers at once: frames of other ranks' earlier events show these. Then
+        the caller passes the records, one by one, to `look` (a send, or a call that went wrong),
+        `take` (a receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
         unknown owner. The key of a buffer is the number of its storage in the rank's records or,
         for a collective's result outside these storages, the operation's name ("all_gather").
-    heard: whether it has got a message or a collective's result; before, its numbers are its own.
+    heard: whether the rank got a message or a collective's result; until then all is its own.
     arrived: a list of (buffer, [(value, owner) of each number]), an entry for each message that
-        came since a number of the rank last changed; it may add them to its own numbers later.
+        came into `buffer` since the rank last changed a number itself. The rank may yet add them.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -110,13 +111,15 @@ class Holdings:
     def look(self, record: Record, moment: float) -> None:
         """Update a buffer to the contents that a record shows, except where a message may arrive.
 
-        record: the record of one of this rank's calls. Its `memory` is (buffer, offset of the
-            call's tensor, all numbers in the buffer); if `memory` is None, nothing happens.
-        moment: the `time.perf_counter()` of this rank at which the contents were read. Elements
-            that a receive may have been writing by then are left as they are.
+        `change` finds the owners of numbers that changed.
+        record: the record of a send, of a call that went wrong or, from `take`, of a receive. Its
+            `memory` is (buffer, offset of the call's tensor, all numbers in the buffer) or None:
+            then nothing happens.
+        moment: when these numbers were read, by this rank's `time.perf_counter()`; math.inf if that
+            isn't known. Elements that a receive may have been writing by then are left as they are.
 
-        If a buffer is first seen in a receive, all its values become unknown (None), since it may
-        have been made by torch.empty. `take`, which calls this, then fills in the message's.
+        If a buffer is first seen in a receive, the values of all its elements become None, unknown,
+        since torch.empty may have made it. `take` then fills in the numbers of the message.
         """
         if record.memory is None:
             return
@@ -138,17 +141,16 @@ class Holdings:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
         The rank may have added numbers that it received: those of messages in `arrived` that came
-        into other buffers. So the new value of the k-th number that changed is compared with sums.
-        The first is its old value plus the k-th numbers of all messages that have as many numbers
-        as changed here. Each of the others is its old value plus one received number: any number of
-        any of the messages, at whatever position, in the order of arrival. The owners are those of
-        all numbers in the first sum that is equal, if all are known. If there is no such sum, the
-        owner is this rank if it has received nothing yet, otherwise unknown (None). Any change
-        empties `arrived`.
+        into other buffers. So the new value of the k-th number that changed is compared with sums,
+        in this order: (1) its old value plus the k-th number of every such message that has as many
+        numbers as have changed; (2) its old value plus one received number, for each number of each
+        such message. The first sum that is equal, and whose numbers all have known owners, decides:
+        these are the owners. If there is none, the owner is this rank if it has received nothing
+        yet, otherwise unknown (None). Any change empties `arrived`.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.
-        hidden: indices that a message is still being written into; these are not updated.
+        hidden: indices that a message is still being written into; not updated, and not counted.
         """
         known = self.buffers[which]
         pairs = enumerate(zip(contents, known, strict=True))
@@ -164,10 +166,10 @@ class Holdings:
             self.arrived = []
 
     def take(self, record: Record, owners: list) -> None:
-        """Put a message that arrived into its buffer, with the owners that it brings.
+        """Put a received message into the buffer where it arrived, with its numbers' owners.
 
-        record: the record of the receive call. If its `memory` is None, since values weren't kept
-            or there were too many, only `heard` is set.
+        record: the record of the receive. Its `memory`, a copy of the buffer, updates the other
+            elements as well. If it is None (not kept, or too large), only `heard` is set.
         owners: the owner of each number of the message; if the list is shorter than the message,
             the remaining owners are unknown.
         """
@@ -185,21 +187,21 @@ class Holdings:
     def owners_of(self, record: Record) -> list:
         """Return the owner of each number in a message that this rank sends, in order.
 
-        record: the record of the send call. If its `memory` is None (the buffer wasn't kept), the
-            owner of every number is this rank until it has received anything, and None (unknown)
-            from then on; [] is returned if its `values` weren't kept either.
+        record: the record of the send, which the caller has just passed to `look`. If its `memory`
+            (a copy of the buffer) is None, every owner is this rank while `heard` is False, and
+            None (unknown) later; [] if its `values`, the numbers sent, are None as well.
         """
         if record.memory is None:
             return [None if self.heard else self.rank] * len(record.values or ())
         return [owner for _, owner in self.buffers[record.memory[0]][slice_of(record)]]
 
     def share(self, record: Record, after: list | None, owners: list) -> None:
-        """Put the result of a collective call into this rank's buffer.
+        """Put the result of a collective call into one of this rank's buffers.
 
         An all_reduce, broadcast or reduce (`IN_PLACE`) of one tensor changes the tensor's part of a
-        buffer: its record's `memory` says which part of which storage. Any other result, or one
-        without `memory`, as of a storage of more than 64 elements, becomes a buffer whose key is
-        the operation's name.
+        buffer: its record's `memory` says which part of which storage. Any other result replaces
+        the buffer whose key is the operation's name. So does one whose record has no `memory`, for
+        example because the storage has more than 64 elements.
 
         record: the record of this rank's call.
         after: the numbers that the call gave the rank. If it is None or empty, nothing happens.
@@ -227,30 +229,32 @@ def _changed(now, then) -> bool:
 def place(record: Record) -> range:
     """Return the indices of a call's numbers in the storage of its tensor: range(4, 6) for x[4:6].
 
+    They index `record.memory[2]`, a copy of the storage. The tensor, which must be contiguous, is
+    the first that the call reads or, if it reads none, fills.
     record: the call's record. Its `memory` must not be None: the launch had keep_values=True, and
-        the storage at most 64 elements.
+        the storage had at most 64 elements.
     """
     return range(record.memory[1], record.memory[1] + math.prod(record.shape))
 
 
 def slice_of(record: Record) -> slice:
-    """Return the slice of a call's numbers in its tensor's storage: slice(4, 6) for x[4:6].
+    """Return the slice of a call's numbers in the storage of its tensor: slice(4, 6) for x[4:6].
 
-    record: the call's record. Its `memory`, which has the list of all numbers in the storage that
-        the slice selects from, must not be None.
+    It selects them from `record.memory[2]`, a list of all numbers in the storage; `memory` must not
+    be None. The tensor, contiguous, is the first that the call reads or, if it reads none, fills.
     """
     return slice(place(record).start, place(record).stop)
 
 
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
-    """Return a frame for each event of a run: a picture of every rank's numbers just after it.
+    """Return a frame for each event of a run: every rank's numbers just after it, and their owners.
 
-    The last frame also gets `holdings`: for each rank an object that has its buffers at the end,
-    from which `hop_by_hop` makes the picture of the end.
+    The last frame also gets `holdings`, a list with the `Holdings` of each rank at the end, which
+    `hop_by_hop` needs in order to add a frame for the end.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
-    wire: for each rank, the records of its calls, in order. The numbers are known only if the
-        launch had keep_values=True.
+    wire: for each rank, the records of its calls, in order. If the launch didn't have
+        keep_values=True, the frames show no numbers: `memory` is {} for each rank.
     """
     ranks = [Holdings(rank, records) for rank, records in enumerate(wire)]
     on_the_way: dict[tuple, tuple[int, int]] = {}
@@ -290,9 +294,11 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     """Merge the frames of single messages into one for each hop, and add one for the end.
 
-    A hop is a set of messages that can travel at the same time. Its frame shows its messages on
-    their way, and those of earlier hops as arrived; the last frame shows what ranks hold in the
-    end.
+    A message is one hop later than the latest of those that its sender or receiver had finished
+    before they began it, and in the first hop if there are none: so the messages of a hop can all
+    travel at the same time. A hop's frame replaces those of their sends and receives. It shows them
+    on their way, and the buffers at a moment when all are sent, and those of earlier hops have
+    arrived (perhaps some of this hop, as well). The last frame shows what ranks hold in the end.
 
     frames: what `film` returned, at least one, for events that are sends and receives only, where
         every message was received.
@@ -323,13 +329,13 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 
 
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
-    """Return each rank's buffers at the end, as {buffer: [(value, owner) of each element]}.
+    """Return each rank's buffers at the end, as {number of the storage: [(value, owner), ...]}.
 
+    An owner is a rank, a frozenset of ranks if the element combines several, or None if unknown.
     A rank may still compute after its last message, which no record shows: the last sum of a
     reduce-scatter, for example. So if its function returned as many numbers as there are in the
-    buffer that it used first, they replace these, in place in `last.holdings`. If a number differs,
-    its owners are found anew (`Holdings.change`). Buffers have the keys of `Frame.memory`: the
-    number of a storage, or a collective's name.
+    buffer that its messages used first, these are taken for the buffer's contents at the end.
+    `Holdings.change` puts them into `last.holdings`, and finds the owners of those that differ.
 
     last: the last frame that `film` returned.
     run: the `Run` that it shows.

@@ -1,4 +1,8 @@
-"""Make the widget of notebook 00: four processes that introduce themselves, add up and fail."""
+"""Make the widget of notebook 00: four processes print who they are, and add up their numbers.
+
+The widget really runs them when it is made, and animates their messages. Each of its two buttons
+launches four new ones, one of which is killed or forgets a call, to show what `launch` reports.
+"""
 
 import html
 import linecache
@@ -20,7 +24,7 @@ SAID = "font-size: 13px; line-height: 1.4; white-space: pre-wrap; margin: 6px 0"
 def introduce_and_add() -> list[float]:
     """Print this rank's process id; return four numbers, each the sum of 10^rank over all ranks.
 
-    To be called on every rank of a launch. It is a ring all-reduce of a tensor of four numbers.
+    Every rank of a launch calls it. It adds by a ring of sends and receives; four ranks get 1111.
     """
     print(f"here I am, pid {os.getpid()}")
     x = torch.full((4,), 10.0 ** dist.get_rank())
@@ -70,7 +74,7 @@ class FourRanks(Live):
     box: the ipywidgets widget that Jupyter shows for the object, made on first use.
     player: the widget in it that animates the messages, with a slider over the hops.
     report: the HTML widget below the buttons, made together with `box`. After a click it shows the
-        code of the button's function and the error that `launch` raised.
+        code of the button's function, its error, and a picture of the ranks' last calls.
     """
 
     def __init__(self):
@@ -98,7 +102,7 @@ class FourRanks(Live):
     def break_it(self, label: str) -> None:
         """Launch a broken function; show in `report` its code, its error and the ranks' last calls.
 
-        label: the clicked button's label, a key of `BREAKS`, which has the function's source.
+        label: the clicked button's label; `BREAKS[label]` is the source of the function.
         """
         from .lanes import lanes
 

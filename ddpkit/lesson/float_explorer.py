@@ -17,13 +17,13 @@ class FloatExplorer(Live):
     """A widget that shows a number in every format of `floats.FORMATS`, with bits to flip.
 
     The reader types a number and chooses a format; each of its bits in that format is a button,
-    which flips the bit.
+    which flips the bit, and changes the typed text as well. Text that is no number gets a message.
 
     value: the initial number as text, such as "0.1" or "1/3". format: the initial format: "fp32",
         "tf32", "bf16", "fp16", "fp8 e4m3" or "fp8 e5m2".
     number: the `floats.Number` whose bits the buttons show.
     box: the ipywidgets widget that Jupyter shows for the object, made on first use.
-    entry, choice, buttons: the widgets in it for the number, the format and the bits, made with it.
+    entry, choice, buttons: the box's widgets for number, format and bits; absent until it is made.
     ValueError: `value` is no number, or there is no such format.
     """
 

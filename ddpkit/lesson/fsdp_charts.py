@@ -52,12 +52,13 @@ def unit_peaks(peaks: Mapping[int, int], kept: int, unit_bytes: Mapping[int, int
 
     A unit is a group of layers whose weights are gathered and dropped together. Bars are the
     measured peaks. Black marks are the bound, kept + 3 · unit_bytes: what a rank always keeps, the
-    whole weights of two units, and the gradients of one. The alt text states the peaks. Used in
-    notebook 12.
+    whole weights of two units, since one is gathered before the last is dropped, and the gradients
+    of one. It leaves out activations: measure with a small batch. The alt text states the peaks.
+    Used in notebook 12.
 
-    peaks: {layers in a unit: the most bytes that a rank held at one time in a step}.
+    peaks: {layers in a unit: the most bytes of a rank's tensors at one time in a step}.
     kept: the bytes that a rank always keeps, which are its shards and their gradients.
-    unit_bytes: {layers in a unit: bytes of the whole weights of a unit}, with the keys of `peaks`.
+    unit_bytes: {layers in a unit: bytes of the largest unit's weights}, with the keys of `peaks`.
     """
     title = "The most bytes at a time, by the size of a unit"
     figure, (axes,) = chart(title, 460)
@@ -95,10 +96,11 @@ MARKERS = {
 def worth_calculator() -> Calculator:
     """Return a widget with sliders that compares the times of sending and of computing.
 
-    Sliders set the sizes of a transformer, the number of ranks and their speed. The picture shows
-    for each kind of parallelism, over NVLink, 400 Gbit and 100 Gbit, the seconds of sending divided
-    by those of computing. Below 1, sending takes less time; not every kind can hide it behind
-    computing. Used in notebook 12.
+    Sliders set the sizes of a transformer, the number of ranks and the speed at which they compute.
+    The picture shows for each kind of parallelism, such as "FSDP" or "tensor", over NVLink, 400
+    Gbit and 100 Gbit, the seconds of sending divided by those of computing. Below 1, sending takes
+    less time. It can be hidden only behind computing that goes on meanwhile, of which the forward
+    of tensor parallelism, for one, has none. Used in notebook 12.
     """
     return Calculator(
         worth,
@@ -171,13 +173,13 @@ def _fills() -> dict[str, str]:
 
 
 def _draw_ratios(axes, place: int, ratios: Mapping[str, float]) -> None:
-    """Draw the marks of one network into row `place` of a chart, one for each kind of parallelism.
+    """Draw a mark for each kind of parallelism, such as "FSDP", into row `place` of a chart.
 
-    Each kind has a y of its own in the row, so that ZeRO-1 isn't hidden by data parallel, which has
-    the same ratio.
+    The row is that of one connection between ranks, such as NVLink 4. Each kind has a y of its own
+    in the row, so that ZeRO-1 isn't hidden by data parallel, which has the same ratio.
 
     place: the row's number, from 0 at the top, which is also the y of its middle.
-    ratios: {kind of parallelism, such as "FSDP": seconds of sending for a second of computing}.
+    ratios: {kind of parallelism: seconds of sending for a second of computing}.
     """
     fills = _fills()
     for number, (name, ratio) in enumerate(ratios.items()):

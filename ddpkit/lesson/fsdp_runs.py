@@ -1,4 +1,4 @@
-"""Define models, steps and measurements that the ranks of notebook 12 run."""
+"""Define models, training steps and measurements that notebook 12, on FSDP, runs on its ranks."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,8 @@ class Layers(nn.Module):
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
     sleeps: the seconds that every block sleeps in forward, to stand in for computing. In backward
-        it sleeps twice as long (in the first block only if the model's input needs a gradient).
+        every block sleeps twice as long; the first one does so only if the model's input needs a
+        gradient, since otherwise backward ends before this sleep.
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
@@ -51,9 +52,9 @@ class Sleeps(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
-    """An autograd function that returns its input, but sleeps; in backward twice as long.
+    """An autograd function that stands in for a slow layer: it sleeps, and returns its input.
 
-    Call `Sleep.apply(x, seconds)`, where `seconds` is how long it sleeps in forward.
+    Call `Sleep.apply(x, seconds)`. In backward it sleeps twice as long.
     """
 
     @staticmethod
@@ -72,8 +73,8 @@ class InPlace:
     """A transport whose reduce-scatter needs no scratch memory, since it all-reduces in place.
 
     A transport is an object with the functions `start_all_gather` and `start_reduce_scatter`, by
-    which `ddpkit.fsdp.FSDP(transport=...)` sends. Gloo's own reduce-scatter copies the message
-    first, which would be counted as peak memory.
+    which `ddpkit.fsdp.FSDP(transport=...)` sends. Gloo's own reduce-scatter first copies the
+    message, and this copy would add to the peak memory that the notebook measures.
     """
 
     start_all_gather = staticmethod(transport.start_all_gather)
@@ -107,17 +108,16 @@ def micro_batches(model: nn.Module, x: Tensor, number: int = 1, quiet: dict | No
 
 
 def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
-    """Run forward and backward twice; return (records of the second pass, its peak in bytes).
+    """Run forward and backward twice; return (records of the second step, its peak in bytes).
 
     The records are those of this rank's collective calls and messages, in order. The peak is the
-    most bytes that tensors, parameters included, had at the same time in the second pass, before
-    which the gradients are dropped. The first pass isn't measured, because ddpkit's FSDP sends more
-    in it: its ranks check that all make the same calls in the same order. Call this on all ranks.
+    most bytes that tensors, parameters included, had at one time in the second step. Gradients are
+    dropped before it. The first step isn't measured, because ddpkit's FSDP sends more in it: its
+    ranks check that all make the same calls in the same order. Call this on all ranks.
 
-    x: the input of each micro-batch. options: `number` is how many micro-batches each pass has; by
-        default 1. `quiet` is a dict of keyword arguments, such as {"gradients": True}, for
-        `model.no_sync`, inside which all micro-batches but the last run. By default it is None:
-        `no_sync` isn't used.
+    x: the input of each micro-batch. options: `number` is how many micro-batches each step has; by
+        default 1. `quiet` is None (the default), or a dict of arguments, such as {"gradients":
+        True}: then all micro-batches but the last run inside `model.no_sync(**quiet)`.
     """
     micro_batches(model, x, **options)  # here ranks also compare the order of their calls
     model.zero_grad()
@@ -130,16 +130,16 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
     """Run forward and backward twice; return this rank's calls of the second as ["AG b0", ...].
 
     "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.module.blocks[0]`: a
-    unit is a group of layers whose weights are gathered together. A call is matched with its unit
-    by its bytes; calls of units of the same size would get the same name. A single rank makes no
-    calls: []. Call this on all ranks.
+    unit is a group of layers whose weights are gathered together. A submodule outside of `blocks`
+    is a unit as well, under its own name, such as "head". A call is matched with its unit by its
+    bytes, so units must differ in size; if several are alike, their calls get the last one's name.
+    A single rank makes no calls: []. Call this on all ranks.
 
     model: a module in ddpkit's own FSDP, with its default `transport`, which sends by torch's
         all-gather and reduce-scatter.
-    A submodule outside of `blocks` is a unit as well, under its own name, such as "head".
-    KeyError: a call matches none of these units. It is for parameters of the model that are in no
-        submodule, it reduces gradients in a dtype of another size than that of the weights, or
-        another transport makes it, such as an all-reduce.
+    KeyError: a call matches none of these units, because parameters of the model are in no
+        submodule, because the dtype in which gradients are reduced differs in size from that of the
+        weights, or because another transport makes other calls, such as an all-reduce.
     """
     names = {}
     for unit in model.units[1:]:
@@ -152,8 +152,8 @@ def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
 def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
     """Measure how fast this rank multiplies matrices; return its best speed in FLOP/s.
 
-    The matrices are (rows, width) and (width, width), in fp32. The fastest of `rounds` products
-    counts, as 2 rows width² FLOP. Call it on all ranks at once: there is a barrier before each one.
+    The matrices are (rows, width) and (width, width), in fp32 on the CPU. The fastest of `rounds`
+    products counts, as 2 · rows · width² FLOP. All ranks must call it: before each is a barrier.
     """
     x = torch.randn(rows, width)
     weight = torch.randn(width, width)
@@ -162,13 +162,12 @@ def flops_per_s(width: int, rows: int, rounds: int = 20) -> float:
 
 
 def bytes_per_s(nbytes: int, rounds: int = 5) -> float:
-    """Measure the network by all-gathers; return the most bytes that this rank sends in a second.
+    """Measure the network by all-gathers; return this rank's sending rate, in bytes per second.
 
-    In an all-gather of W ranks it sends (W − 1)/W of `nbytes`.
-    nbytes: the bytes of the gathered tensor, the parts of all ranks together; a multiple of 4 W.
-    rounds: how many all-gathers are timed; the fastest counts.
-
-    Call it on all ranks at once, because there is a barrier before each all-gather.
+    The fastest of `rounds` all-gathers counts; in each, a rank of W sends (W − 1)/W of `nbytes`.
+    Call it on all ranks at once: each round is a barrier and an all-gather.
+    nbytes: the bytes of the gathered tensor, the parts of all ranks together; a multiple of 4 W,
+        since each part consists of float32 numbers.
     """
     flat = torch.zeros(nbytes // 4)
     took = fastest(lambda: transport.start_all_gather(flat).wait(), rounds)
@@ -189,7 +188,7 @@ def seconds_of_a_step(model: nn.Module, width: int, rounds: int = 5) -> float:
 
 
 def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Call a function `rounds` times, each after a barrier; return the fastest call's seconds."""
+    """Call a blocking function `rounds` times, each after a barrier; return its least seconds."""
     took = []
     for _ in range(rounds):
         dist.barrier()

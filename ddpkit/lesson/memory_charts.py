@@ -1,12 +1,12 @@
-"""Draw charts of memory: live bytes during a step, growth with length, and what fits on a GPU.
+"""Draw charts of memory: live bytes in a step, growth with sequence length, what fits on a GPU.
 
 Functions that draw return a `Picture`, a matplotlib figure with an alt text that says what it
 shows; `training` returns (caption, `Picture`). Alt texts are stored in notebooks. They may state
-numbers, since those drawn here are the same on every machine.
+numbers, since bytes follow from the sizes of tensors, which are the same on every machine.
 
-A term (`ddpkit.memory.Term`) describes a tensor that a transformer block keeps for backward, by its
-name, such as "input of GELU", its bytes, and a formula for them. The terms of a whole block are
-what `ddpkit.memory.block_activations` returns.
+A term (`ddpkit.memory.Term`) stands for one tensor that a transformer block keeps for backward. It
+has a name, such as "input of GELU", the tensor's bytes, and a formula for them. The terms of a
+whole block are what `ddpkit.memory.block_activations` returns.
 """
 
 import re
@@ -40,7 +40,7 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
     and dashed lines the beginnings of forward, backward and other phases. The alt text states each
     peak and what is live there. Used in notebook 06.
 
-    watched: {name of the run: its timeline}; `ddpkit.memory.watch` yields such a timeline.
+    watched: {name of the run: its timeline, as from `with ddpkit.memory.watch(...) as timeline`}.
     """
     title = "Bytes alive during a step"
     used = [kind for timeline in watched.values() for kind in KINDS if any(timeline.by_kind[kind])]
@@ -71,9 +71,11 @@ def timelines(watched: Mapping[str, Timeline]) -> Picture:
 
 
 def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
-    """Draw a dashed line for each mark, with its text above, moved right where texts would overlap.
+    """Draw a dashed vertical line at each mark, with the mark's text above it.
 
-    marks: (index of an operation, text), in order. longest: the number of operations on the x axis.
+    A text that would overlap the one before is moved right.
+    marks: (index of an operation, text), in order. longest: the length of the x axis, in
+        operations, from which the width of a text is estimated.
     """
     letter, free = longest / 80, 0.0
     for entry, text in marks:
@@ -87,8 +89,8 @@ def _draw_marks(axes, marks: Iterable[tuple[int, str]], longest: int):
 def _said_peak(name: str, timeline: Timeline) -> str:
     """Return in words how high a timeline's peak is, in which phase, and what is live there.
 
-    For example "flat: at most 65 MB in backward: parameters 7 MB, activations 58 MB." The phase is
-    left out if the peak comes before the first one.
+    For example "flat: at most 65 MB in backward: parameters 7 MB, activations 58 MB." If the peak
+    comes before the first phase begins, no phase is named.
 
     name: the name of the run, here "flat".
     timeline: the live bytes after each operation of a training step, by kind of memory, and the
@@ -115,11 +117,12 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     """Draw a transformer block as two rows of operations, and stamp the tensors that it keeps.
 
     A stamp is a box for a tensor that is kept for backward. It has the tensor's bytes as a formula,
-    such as "2sbd" for b sequences of s tokens of d numbers each. The alt text lists the tensors and
-    their sum or, without `terms`, the operations. Used in notebook 06.
+    such as "2sbd": b sequences of s tokens, each of d numbers of 2 bytes. The alt text lists the
+    tensors with their formulas, and that of the sum; without `terms`, the operations. Notebook 06.
 
-    terms: the kept tensors, in the order in which `ddpkit.memory.block_activations` returns them
-        for materialised attention and dropout: the n-th goes to the n-th stamp. (): no stamps.
+    terms: the kept tensors, as `ddpkit.memory.block_activations` returns them with dropout and
+        attention="materialised". They go to the drawing's 15 places by their order alone, so those
+        of other settings, such as flash attention, would be at wrong places. (): no stamps.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -160,10 +163,10 @@ def stamped_block(terms: Sequence[Term] = ()) -> Picture:
 def heaps(rows: Mapping[str, str]) -> Picture:
     """Draw memory as rows of boxes, to show the gaps that freed tensors leave between others.
 
-    rows: {name of a row: its boxes from left to right}, for example {"activations gone": "..aa"}.
-        "." is a free unit of memory, and white. Any other character is a unit that a tensor
-        occupies, and is written on the box: "aabb" are two tensors of two units. Capital letters
-        are blue, all others orange, to distinguish two kinds of tensors.
+    rows: {name of a row: its units of memory}, for example {"activations gone": "..aa"}. Each
+        character is a unit, drawn as a box. "." is a free one, and white. Any other is written on
+        its box, and names the tensor that has the unit: "aabb" are two tensors of two units each.
+        Capital letters are blue, all others orange, to distinguish two kinds of tensors.
 
     The alt text repeats the rows.
     """
@@ -184,8 +187,9 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
     """Draw the attention weights' share of the bytes that a block keeps, by sequence length.
 
-    The chart is in percent of the bytes kept for backward; weights are what `attention_weights`
-    returns. The alt text has the shares at the first and the last length. Used in notebook 06.
+    Only what it keeps for backward counts. Attention weights are the output of softmax, length ×
+    length numbers for each head, with the mask and the result of their dropout. The chart is in
+    percent. The alt text has the shares at the first and the last length. Used in notebook 06.
 
     terms_of: function from a length in tokens to the list of terms (kept tensors with their bytes)
         that `ddpkit.memory.block_activations` returns for it.
@@ -211,9 +215,9 @@ def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Pic
 
 
 def attention_weights(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms whose tensors come from the attention matrix, found by their names.
+    """Return the terms of the attention weights, the output of softmax, found by their names.
 
-    These tensors are the weights and their dropout mask or, with flash attention, the log-sum-exp.
+    Dropout adds its mask and its result. Flash attention has the log-sum-exp's term instead.
     terms: what `ddpkit.memory.block_activations` returns.
     """
     names = re.compile("weights|their dropout|log-sum-exp")
@@ -227,10 +231,10 @@ WAYS = ("everything kept", "selective", "every block")
 
 
 def memory_calculator() -> Calculator:
-    """Return a widget with sliders for a GPT's shape that draws its memory at the peak of a step.
+    """Return a widget that draws the memory of a GPT at the peak of a training step.
 
-    It shows what `training` returns: the bytes without and with activation checkpoints, beside a
-    GPU's memory. Used in notebook 06.
+    Sliders set the sizes of the GPT and the batch. The widget shows what `training` returns: the
+    bytes without and with activation checkpoints, beside a GPU's memory. Used in notebook 06.
     """
     widths = [768, 1024, 1600, 2048, 3584, 4096, 5120, 8192, 16384]
     powers = [2**power for power in range(18)]
@@ -250,14 +254,16 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    There is a bar for each way to keep activations: all, selective checkpoints, or a checkpoint for
-    every block. The caption says which fit on a GPU with 80 GB. `memory_calculator` calls this.
+    Parameters, gradients, AdamW's state and activations count, with 50,257 tokens in the
+    vocabulary. There is a bar for each way to keep activations: all, selective checkpoints, or one
+    for every block. The caption says which fit on a GPU with 80 GB. `memory_calculator` calls this.
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.
-    batch: five keyword arguments, all required. `batch` and `length` are the sequences in a batch,
-        and the tokens in a sequence. `precision` is "fp32", "bf16", "mixed" or "mixed, fp32
-        gradients". `attention` is "materialised" or "flash". `dropout` is a bool, not a rate.
+    batch: five keyword arguments, all required: `batch`, the number of sequences; `length`, the
+        tokens in each; `precision`, "fp32", "bf16", "mixed" (parameters and gradients of 16 bits,
+        with an fp32 copy of the parameters) or "mixed, fp32 gradients"; `attention`, "materialised"
+        or "flash"; `dropout`, a bool, not a rate.
     ValueError: `head_width` doesn't divide `width`, a batch or length is below 1, or there is no
         such attention. KeyError: there is no such precision.
     """
@@ -279,7 +285,7 @@ def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Pi
 
 
 def gpt_parameters(width: int, layers: int) -> int:
-    """Return how many parameters a `ddpkit.models.GPT` with a vocabulary of 50,257 tokens trains.
+    """Count the trainable parameters of a `ddpkit.models.GPT` with a vocabulary of 50,257 tokens.
 
     width: how many numbers a token has. layers: the number of transformer blocks.
     """
@@ -298,9 +304,14 @@ def training_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return {way: {kind of memory: bytes}} of a GPT with AdamW at the peak of a training step.
 
-    The way "everything kept" keeps all activations for backward; "every block" keeps each block's
-    input, and "selective" also the results of its linear layers: these two compute the rest again
-    in backward. The kinds are "parameters", "gradients", "optimizer" and "activations".
+    The way "everything kept" keeps all activations for backward. The others use activation
+    checkpointing: "every block" keeps only each block's input, "selective" also the results of its
+    linear layers, and backward computes the rest again. The kinds are "parameters", "gradients",
+    "optimizer" and "activations".
+
+    The peak is where backward begins or, if higher, where a block has been computed again. The
+    gradients of all parameters count, as if earlier micro-batches of the step had left them there
+    (gradient accumulation). Short-lived tensors are left out.
 
     width: how many numbers a token has. heads, layers: how many attention heads and blocks.
     batch, length: the sequences in a batch, and the tokens in a sequence.
@@ -309,10 +320,6 @@ def training_bytes(
         the parameters; or "mixed, fp32 gradients". Activations have the format of the parameters,
         but the loss keeps 4 bytes for each token and each of the vocabulary's 50,257 tokens.
     attention: "materialised" or "flash". dropout: whether there is dropout, whose masks are kept.
-
-    The peak is where backward begins or, if higher, where a checkpoint has computed a block again.
-    The gradients of all parameters count, as if earlier micro-batches of the step had left them
-    there (gradient accumulation). Short-lived tensors are left out.
     """
     itemsize, tokens = PRECISIONS[precision].parameters, batch * length
     states = model_states(gpt_parameters(width, layers), precision=precision)._asdict()

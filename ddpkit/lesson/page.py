@@ -49,10 +49,10 @@ def colour(rank: int | frozenset[int] | None) -> str:
 
 
 def dark(fill) -> str:
-    """Return a colour as "#RRGGBB", darkened until a line of it stands out on a white page.
+    """Return the colour `fill` as "#RRGGBB", darkened until a line of it stands out on white.
 
-    Its contrast with white is then at least 3:1, W3C's ratio of luminances. White itself, which is
-    drawn to set shapes apart, stays white. fill: a colour in any form that matplotlib accepts.
+    Its contrast with white, by W3C's formula, is then at least 3:1. White itself stays white, since
+    white lines are gaps between shapes. fill: a colour in any form that matplotlib accepts.
     """
     from matplotlib.colors import to_hex, to_rgb
 
@@ -113,7 +113,7 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """Return an HTML <img> of the PNG with its alt text, which JupyterLab's own PNGs lack."""
+        """Return an <img> that holds the PNG and its alt text; JupyterLab's own has no text."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         style = f"width: {width}px; max-width: min(100%, {WIDEST}px); height: auto"

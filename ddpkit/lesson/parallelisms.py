@@ -1,6 +1,6 @@
-"""The map of the parallelisms: what each cuts, what it sends, whether its ranks share a machine.
+"""The table of the parallelisms: what each cuts, what it sends, where its ranks should be.
 
-Notebooks 00 and 15 show the whole table; most others show it with their own row highlighted.
+Notebooks 00 and 15 show it without a highlight; most others highlight the one that they teach.
 """
 
 import html
@@ -21,8 +21,8 @@ LIT = "background: #FFF3C4; color: #111; font-weight: bold"
 class Map:
     """The table of parallelisms, shown as HTML in the browser and as text elsewhere.
 
-    Only the HTML has the column with the notebooks' numbers. lit: the row to highlight, named by
-    what is cut, such as "batch"; None: no row.
+    Only the HTML has the column with the notebooks' numbers. lit: the row to highlight: "batch",
+    "states", "layers", "width", "tokens" or "experts"; None or another text (unchecked): no row.
     """
 
     def __init__(self, lit: str | None):

@@ -1,15 +1,17 @@
 """Notebook 10's pictures of a pipeline: a schedule as planned or as it ran, and its bubble.
 
-A schedule is a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]], in which
-"1F0" is pipeline stage 1's forward of micro-batch 0. The letter is F for a forward, B for a
-backward, and I or W for a part of a backward: I computes the gradient of the stage's input, W those
-of its weights. The bubble is the idle share of the ranks' time. Every rank's time counts from the
-start of the first action on any rank to the end of the last action on any. A stage holds the
-activations of a micro-batch from the start of its forward to the end of its B or, if split, its W.
+A schedule has a list for each rank, the actions in the order in which it does them, such as
+[["0F0", "0B0"], ["1F0", "1B0"]]. "1F0" is pipeline stage 1's forward of micro-batch 0. The letter
+is F for a forward, B for a backward, and I or W for a part of a backward: I computes the gradient
+of the stage's input, W those of its weights. The bubble is the idle share of the ranks' time. Every
+rank's time counts from the start of the first action on any rank to the end of the last action on
+any. A stage holds the activations of a micro-batch from the start of its forward to the end of its
+B or, if split, its W.
 
-The arguments `ticks` say how long actions take in a simulated run; by default F=1, B=2, I=1, W=1.
-A schedule to simulate is refused, with a ValueError, if an action is malformed, is missing or
-occurs twice, if a stage is on two ranks, or if the ranks would hang.
+A planned schedule is simulated. The keyword arguments `ticks` say how long its actions take, by
+default F=1, B=2, I=1, W=1; messages take no time. A schedule is refused, with a ValueError, if an
+action is malformed or occurs twice, if a stage is on two ranks, if any stage from 0 on lacks an F
+of some micro-batch, or its B or I and W, or if ranks would wait for one another for ever.
 """
 
 import itertools
@@ -39,7 +41,7 @@ def draw(schedule: schedules.Schedule, until: float | None = None, **ticks: floa
     A box has the number of its micro-batch, if that fits. Primes after it, as in 3′ or 3′′, mark
     the second or third pipeline stage of the rank. Used in notebook 10.
 
-    until: leave out the actions that begin at this tick or later, and draw a line there.
+    until: draw only actions that begin before this tick, and a line at it; None: draw all.
     ticks: how long a forward F, a backward B, its input part I and its weight part W take.
     ValueError: the schedule is refused.
     """
@@ -92,9 +94,9 @@ def _planned(schedule: schedules.Schedule, ticks: Mapping[str, float]) -> list[S
 
 
 def _measured(spans: Sequence[Timed]) -> list[Spans]:
-    """Return, for each rank, {action: (begin, end)} in milliseconds since the first action began.
+    """Return, for each rank, {action: (begin, end)} in ms since the first action on any rank began.
 
-    spans: for each rank, [(action, begin, end)] in order, not empty, in seconds of the same clock.
+    spans: for each rank, [(action, begin, end)] in order, at least one, in seconds of one clock.
     """
     start, rows = min(row[0][1] for row in spans), []
     for row in spans:
@@ -117,7 +119,8 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 
     rows: for each rank, {action: (begin, end)}. unit: the x axis's label, such as "time (ms)".
     said: the alt text.
-    until: leave out actions that begin at this time or later, and draw a line there.
+    until: show the schedule at this time: leave out actions that begin then or later, draw the
+        others whole, and draw a line there. None: draw all, without a line.
     """
     whole = max(end for row in rows for _, end in row.values())
     figure, (axes,) = page.chart("", min(page.TALLEST, 170 + 50 * len(rows)))
@@ -155,7 +158,7 @@ def _draw(rows: Sequence[Spans], unit: str, said: str, until: float | None = Non
 def _number(action: str, row: Spans) -> str:
     """Return the text of an action's box: its micro-batch, perhaps with prime marks, such as 3′.
 
-    There is a mark for each lower pipeline stage that the action's rank has.
+    The marks tell the rank's stages apart: none for its lowest stage, one for its next, and so on.
 
     row: the actions of that rank, as {action: (begin, end)}; only the actions are used.
     """
@@ -250,11 +253,11 @@ SCHEDULES = {
 
 
 def pipeline_calculator() -> Calculator:
-    """Return a widget that draws a schedule, with controls for its name, ranks and micro-batches.
+    """Return a widget that draws a schedule; sliders set its kind ("1F1B"), ranks, micro-batches.
 
-    Its caption states the bubble, which is the idle share of the ranks' time, and the most
-    micro-batches that each rank holds. Where a rank has two stages, a micro-batch counts as half in
-    each. Used in notebook 10.
+    Its caption states the bubble, which is the idle share of the ranks' time, and for each rank the
+    most micro-batches whose activations it holds at a time. On a rank with two stages, one held in
+    a stage counts as half, since a stage has half of the layers. Used in notebook 10.
     """
     return Calculator(
         plan,
@@ -265,10 +268,11 @@ def pipeline_calculator() -> Calculator:
 
 
 def plan(stages: int, micro_batches: int, schedule: str) -> tuple[str, Picture]:
-    """Return (caption, picture) of a schedule, for one setting of `pipeline_calculator`'s sliders.
+    """Return (caption, picture) of a simulated schedule, for one setting of `pipeline_calculator`.
 
-    stages: the number of ranks, each with one pipeline stage or, if "interleaved", with two whose
-        actions take half as long.
+    The caption states the bubble, and the most micro-batches that each rank holds at a time.
+    stages: the number of ranks. Each has one pipeline stage or, if `schedule` is "interleaved",
+        two, whose actions take half as long.
     micro_batches: the number of micro-batches in a step.
     schedule: "GPipe", "1F1B", "interleaved" or "zero bubble", a key of SCHEDULES.
     """

@@ -1,14 +1,16 @@
 """The player: watch the messages between the ranks of a run, even of one that failed.
 
-`player(run)` returns an animation, with a slider, of a real run made with
-`launch(..., keep_values=True)`, or of the LaunchError of one that failed. It is made in three
-stages. The function `replay.replay` turns the records of the ranks' calls into a list of events,
-such as a send or a collective. `film.film` makes a frame of each event: every rank's numbers just
-after it. `draw` draws each frame, in a layout that all share (a `Stage`), for a step of the slider.
-With `by_hop`, a step shows a hop, i.e. all messages that can travel at the same time; then
-`circle.draw` draws the frames if the ranks form a ring. Numbers lie in buffers: storages of tensors
-that a rank passes to its calls, and results of collective calls. `world_explorer` is another
-widget, a slider over the number of ranks.
+`player(run)` returns an animation with a slider. `run` is what `launch(..., keep_values=True)`
+returned or, if it failed, the LaunchError that it raised. The animation is made in three stages.
+The function `replay.replay` turns the records of the ranks' calls into a list of events, such as a
+send or a collective. `film.film` makes a frame of each event: every rank's numbers just after it.
+`draw`, in this module, draws a frame for each step of the slider, all in one layout (a `Stage`).
+With `player(run, by_hop=True)` a step is a hop instead: all messages that can travel at the same
+time. `circle.draw` then draws the frames of a small ring of ranks, as a circle.
+
+buffer: the storage of a tensor that a rank passes to its calls, or the result of a collective call.
+
+`world_explorer` is another widget, which draws a process for each rank; its slider sets how many.
 """
 
 import linecache
@@ -34,13 +36,14 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
     It begins at the first step that goes wrong, if there is one. It shows at most MOST_FRAMES (120)
     steps: those that go wrong and the first of the others.
 
-    run: the Run that `launch(..., keep_values=True)` returned, or the HangError or RankError that
-        such a launch raised.
+    run: the Run that `launch(..., keep_values=True)` returned, or the LaunchError (a HangError or
+        RankError) that it raised.
     by_hop: show all messages of a hop, which can travel at the same time, in one step. A ring of 3
         to 8 ranks, each with at most as many numbers as there are ranks, is then drawn as a circle.
         It has no effect if the run made any collective call, failed, or left a message unreceived.
     plays: whether the animation plays once by itself when it is shown.
-    ValueError: `run` is no Run or LaunchError, or its calls moved numbers and no record kept any.
+    ValueError: `run` is no Run or LaunchError, or none of the numbers that its calls moved were
+        kept: the launch had no keep_values, or each call moved more than 64.
     """
     _check_kept(run)
     events = replay(run)
@@ -81,9 +84,9 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
 
 
 def _check_kept(run):
-    """Raise ValueError unless `run` is a Run or LaunchError whose records kept numbers.
+    """Raise ValueError unless `run` is a Run or LaunchError with numbers in at least one record.
 
-    One record with numbers is enough; none is needed if no call moved bytes, as in barriers.
+    A run whose calls moved no bytes, such as one with barriers only, needs none.
     """
     if not hasattr(run, "wire"):
         got = f"player expected a Run or a LaunchError, got {type(run).__name__}"
@@ -98,9 +101,9 @@ def _check_kept(run):
 
 
 def _numbered(event: Event, step: int) -> str:
-    """Return the event's text after its step's number, such as "3. rank 0 sends [1] to rank 1".
+    """Return the event's text with its step's number before it: "3. rank 0 sends [1] to rank 1".
 
-    Without the number if the event is a hop (several messages at the same time) or the run's end.
+    The number is left out if the event is a hop (several messages at once) or the run's end.
     """
     return event.text if event.kind in ("hop", "end") else f"{step}. {event.text}"
 
@@ -108,9 +111,9 @@ def _numbered(event: Event, step: int) -> str:
 def _whence(event: Event) -> str:
     """Return the line of the user's code that an event comes from, or "".
 
-    For example "line 3 of train: dist.send(x, 1)", where `train` is the user's function. It is the
-    receiver's line for a receive, and that of one rank for a collective call or a hop. Return "" if
-    no call or no source is known, as for a call that ddpkit itself makes.
+    For example "line 3 of train: dist.send(x, 1)": line 3 of the file or cell, in function `train`.
+    For a receive it is the receiver's line; for a collective call or a hop, that of the first rank
+    in `event.records`. Return "" if no source is known, as for a call that ddpkit itself makes.
     """
     record = event.records.get(event.peer if event.kind == "receive" else event.rank)
     record = record or next(iter(event.records.values()), None)
@@ -143,23 +146,23 @@ PAD, GAP, FOOT = 10, 46, 36  # pixels around numbers, at most between two rows, 
 class Stage:
     """The layout of an animation's pictures, the same for all its frames, so that nothing jumps.
 
-    There is a row for each rank, with the contents of its buffers. Buffers that don't fit on a page
-    of 700 (`page.TALLEST`) pixels are left out, or shortened. With many ranks the page is longer,
-    since each row has room for one line of numbers.
+    A picture has a row for each rank, with the contents of its buffers. It is at most 700
+    (`page.TALLEST`) pixels high, unless that leaves less than a line of numbers for each row. A
+    buffer that needs more lines than its row has left is shortened; with none left, it is left out.
+    All lengths are in pixels, and methods count x and y from the picture's upper left corner.
 
     frames: all frames of the animation. world_size: the number of ranks. Computed from these:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
-    changes: for each frame of a collective call a `figures.Change`, which draws all ranks' numbers
-        before and after it; None for other frames, and if the numbers weren't kept.
-    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}. Here x counts from
-        106 (LEFT) pixels right of the picture's left edge, and y from 10 (PAD) below the top of the
-        rank's row. A buffer is named as in `Frame.memory`: by its storage's number in the rank's
-        records or, for a collective's result that has none, by the call, such as "all_gather".
-    tall, pitch: the height of a row, and the distance from the top of one row to that of the next.
-    title: the height of the title. said: the height of the words below a row that say what is wrong
-        with its rank; 0 if nothing goes wrong.
-    height: that of a whole picture. All lengths are in pixels; except in `spots`, x counts from a
-        picture's left edge and y from its upper edge downwards.
+    changes: for each frame, a `figures.Change`, which draws all ranks' numbers before and after a
+        collective call; None if the frame shows no such call, or those before weren't kept.
+    spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, without buffers that
+        are left out. Here x counts from 106 (LEFT) pixels right of the picture's left edge, and y
+        from 10 (PAD) below the top of the rank's row. A buffer's key is the number of its storage
+        in the rank's records or, for a collective's result outside these storages, the operation's
+        name, such as "all_gather"; the next such result replaces it.
+    tall, said: the height of a row, and that of the words below it that say what is wrong with its
+        rank, 0 if nothing goes wrong. pitch: from the top of a row to the next: both, and a gap.
+    title, height: the height of the title, and that of a whole picture.
     """
 
     def __init__(self, frames: list[Frame], world_size: int):
@@ -182,14 +185,14 @@ class Stage:
         self.height = self.title + world_size * self.pitch + FOOT
 
     def lines(self, length: int) -> int:
-        """Return how many lines of cells `length` numbers take."""
+        """Return how many lines it takes to draw `length` numbers, with `per_line` in each."""
         return math.ceil(length / self.per_line)
 
     def _place(self, lengths: dict[object, int], room: float) -> dict[object, tuple]:
         """Place a rank's buffers in its row, side by side if they fit, otherwise in further lines.
 
-        Return {buffer: (x, y, how many of its numbers are shown)}, as in `spots`. Buffers that
-        don't fit are missing.
+        Return {buffer: (x, y, how many of its numbers are shown)}, as in `spots`. A buffer that
+        needs more lines than are left is shortened; one for which none is left is missing.
 
         lengths: {buffer: how many numbers it holds}. room: the height inside the row's padding.
         """
@@ -206,7 +209,7 @@ class Stage:
         return spots
 
     def top(self, rank: int) -> float:
-        """Return the y of the upper edge of a rank's row, in pixels below the picture's."""
+        """Return how far the upper edge of a rank's row is below the picture's, in pixels."""
         return self.title + rank * self.pitch
 
     def middle(self, rank: int) -> float:
@@ -225,7 +228,7 @@ class Stage:
 
 
 def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
-    """Return {key of a buffer of `rank`: the most numbers that it ever holds}, first seen first."""
+    """Return {buffer of `rank`: the most numbers that any frame shows in it}, first seen first."""
     lengths: dict[object, int] = {}
     for frame in frames:
         for which, cells in frame.memory[rank].items():
@@ -234,16 +237,16 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 
 
 def _change(event: Event) -> figures.Change | None:
-    """Return an object that can draw each rank's numbers before and after a collective call.
+    """Return an object that can draw each rank's numbers before and after the collective `event`.
 
-    Return None if it isn't a collective call that moves numbers, or if those before weren't kept.
+    None: `event` is something else, moves no numbers (a barrier), or those before it weren't kept.
     """
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
 
 
 def _all_numbers(frames: list[Frame]):
-    """Yield every list of numbers that the frames show; None in place of one that wasn't kept."""
+    """Yield each list of numbers that the frames show, or None for a list that wasn't kept."""
     for frame in frames:
         for buffers in frame.memory:
             for cells in buffers.values():
@@ -254,14 +257,17 @@ def _all_numbers(frames: list[Frame]):
 
 
 def _title(frame: Frame, step: int) -> list[str]:
-    """Return a frame's title, broken into at most three lines. step: the frame's number, from 1."""
+    """Return the lines of a frame's title, such as ["3. rank 0 sends [1] to rank 1"].
+
+    There are at most three; the rest is cut off. step: the slider's step with the frame, from 1.
+    """
     return textwrap.wrap(_numbered(frame.event, step), 84, max_lines=3, placeholder=" …")
 
 
 def draw(frame: Frame, stage: Stage, step: int) -> Picture:
     """Draw a frame of the animation: the ranks with their numbers, and the messages between them.
 
-    stage: the layout of all frames. step: the frame's number, from 1, for the title (`_numbered`).
+    stage: the layout of all frames. step: the slider's step with this frame, from 1, for the title.
     """
     canvas, event = Canvas(WIDTH, stage.height), frame.event
     for line, text in enumerate(_title(frame, step)):
@@ -292,7 +298,7 @@ def draw(frame: Frame, stage: Stage, step: int) -> Picture:
 def _draw_rank(canvas: Canvas, stage: Stage, frame: Frame, change, rank: int):
     """Draw the row of a rank: its label, its numbers, and below them what is wrong with it.
 
-    That is its text in `frame.status`, such as {1: "waits here for ever"}; most ranks have none.
+    What is wrong is `frame.status[rank]`, such as "waits here for ever"; most ranks have no entry.
 
     change: None or, for a collective call whose numbers were kept, the `figures.Change` that can
         draw each rank's numbers before and after it. If `rank` took part in the call, its numbers
@@ -328,10 +334,10 @@ def _draw_way(canvas: Canvas, stage: Stage, src: int, dst: int, ink: str, dashed
 
 
 def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
-    """Draw the dashed arrow of a message that was never received, with a sign halfway.
+    """Draw the dashed arrow of a message that went wrong, with a sign halfway.
 
-    The sign depends on the kind of the event. It is "✗" for "lost", and "?" for "stuck" (the sender
-    or the receiver waits) and "differ" (they disagree about the size or the dtype).
+    The sign is "✗" for an event of kind "lost" (never received, or never waited for). It is "?" for
+    "stuck" (an end waits for ever) and "differ" (they disagree about the size or the dtype).
 
     event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """
@@ -344,14 +350,14 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
 
 
 def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
-    """Draw a message's numbers in a box: at the sender for a send, at the receiver for a receive.
+    """Draw a message's numbers in a box, and give it the motion that it makes in the browser.
 
-    In the browser the box of a receive moves from the sender's row to the receiver's, and that of a
-    send stands still. In a step that shows a whole hop, all messages are sends, and their boxes
-    move to the receivers' rows. Numbers beyond 420 pixels are left out. If the numbers weren't
-    kept, their count and dtype are drawn.
+    The box of a send stands still at the sender. That of a receive is drawn at the receiver, and
+    moves there from the sender's row. In a step that shows a whole hop, all messages are sends, but
+    their boxes move from the senders to the receivers' rows. Numbers that don't fit into 420 pixels
+    are left out. If the numbers weren't kept, their count and dtype are drawn.
 
-    frame: the frame whose event is this message: the step's or, for a hop, one of its list `sent`.
+    frame: that of this send or receive: the step's own frame or, for a hop, one in its list `sent`.
     by_hop: whether the step shows a whole hop, i.e. all messages that can travel at the same time.
     """
     event, fill = frame.event, colour(frame.event.rank)

@@ -1,7 +1,7 @@
 """Charts of notebook 05: training curves, a loss scale over time, gradients in fp16's range.
 
-A chart's text names what is drawn and states no measured number, since the text is stored in the
-notebook and compared by tests.
+A chart is a `Picture`, a matplotlib figure with its alt text. The alt text names what is drawn and
+states no measured number, since it is stored in the notebook and compared by tests.
 """
 
 import math
@@ -25,8 +25,8 @@ EVERY = 10  # steps averaged into a point
 def loss_curves(curves: Mapping[str, Sequence[float]], title: str) -> Picture:
     """Draw the losses of several trainings by step. Used in notebook 05.
 
-    Each point is the mean of EVERY (10) consecutive steps, drawn at the last of them. If fewer
-    are left over at the end, they aren't drawn, nor is a point with a NaN among its steps.
+    Each point is the mean of EVERY (10) consecutive steps, drawn at the last of them. Steps left
+    over at the end aren't drawn. A NaN among the steps of a point leaves a gap in the line.
 
     curves: {name of the training: the losses of all steps, in bits per byte}. title: the heading.
     """
@@ -79,7 +79,7 @@ def fp16_histogram(gradients: Tensor, scale: float) -> Picture:
     The bar at 2^p counts the numbers of size 2^p up to 2^(p+1); the first, at 2^-48, also all
     smaller ones, and the last, at 2^23, all larger ones. Bars too low to see are drawn higher.
     Colours show what fp16 makes of a bar's numbers: 0, a subnormal or normal number, or infinity.
-    The counts of `fp16_counts` stand above. They may differ slightly from the bars: 65,520, for
+    Above the bars are the counts of each kind, made after rounding. They may differ: 65,520, for
     example, is in the last bar of normal numbers, but fp16 rounds it to infinity.
 
     gradients: a tensor of any shape on the CPU, all finite. Zeros aren't counted. scale: above 0.
@@ -139,8 +139,9 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 def scale_calculator(gradients: Tensor) -> Calculator:
     """Return a widget with a slider over the loss scale that draws a histogram of the gradients.
 
-    The gradients are multiplied by the scale, from 2^0 to 2^40. A stored notebook keeps a text in
-    place of the widget, without counts, since these may differ in another run. Notebook 05.
+    The gradients are multiplied by the scale, from 2^0 to 2^40. The caption counts how many fp16
+    then makes 0, subnormal, normal or infinite. The text that a stored notebook keeps doesn't, as
+    these counts may differ in another run. Notebook 05.
 
     gradients: a tensor of any shape on the CPU, all finite. ValueError: all gradients are 0.
     """

@@ -1,14 +1,14 @@
-"""Ask the reader for a guess before the cell that answers it, and show it beside the answer.
+"""Ask the reader a question before the cell that answers it; show the guess beside the answer.
 
-    hops = predict("Hops of a ring of 4 ranks?")                # shows a field to fill in
-    which = predict("Which sends less?", ["ring", "server"])    # or a row of buttons
+    hops = predict("Hops of a ring of 4 ranks?")    # with a list of choices: a row of buttons
+    hops                                            # a cell's last line: shows a field to fill in
     ...
-    hops.answer(run_of_4.hops)                                  # 6 ≠ you: 8
-    predict.score()                                             # at the end of the notebook
+    hops.answer(run_of_4.hops)                      # "Hops of a ring of 4 ranks? 6. ≠ you: 8"
+    predict.score()                                 # at the end: "2 of 3 predictions right."
 
-The reader may leave the field empty; the answer is then shown without a guess. After the answer was
-shown, guesses don't count; asking the question again allows a new one. A wrong guess is shown in
-amber, as a surprise, because red is for failed checks.
+`predict` is the module's object of that name. A guess is right if it equals the answer, or is near
+enough where an error is allowed. The field may stay empty. Guesses after the answer don't count;
+asking the question again allows a new one. A wrong guess is amber; red is for failed checks.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from .widgets import WRAPPED, Live, asking
 class Prediction(Live):
     """A question that asks the reader for a guess; a notebook cell shows it with an entry field.
 
-    question: the text of the question. choices: the answers to choose from, shown as buttons; if
-        there are none, the field takes a number.
+    question: the text of the question. choices: the possible answers, shown as buttons; if there
+        are none, the field takes a number.
     guess: what the reader entered, a number or one of `choices`; None if nothing valid was entered.
     answered: whether `answer` has been called, after which guesses don't count.
-    right: whether the guess was right; None without an answer or without a guess.
+    right: whether the guess was right; None before `answer` was called, or if there was no guess.
     """
 
     def __init__(self, question: str, choices: Sequence[str] = ()):
@@ -39,9 +39,9 @@ class Prediction(Live):
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box of the question, its field or buttons, and a note on the guess.
+        """Return an ipywidgets box with the question, a field or buttons, and a note on the guess.
 
-        It is created on first use. The note says whether what the reader entered counts.
+        It is created on first use. The note says that a guess is kept, is no number or is too late.
         """
         import ipywidgets
 
@@ -72,10 +72,10 @@ class Prediction(Live):
         return self.guess if self.choices else in_digits(self.guess, 6)
 
     def enter(self, guess: float | str) -> str:
-        """Store the reader's guess in `guess`; return a sentence that says whether it counts.
+        """Store a guess in the attribute `guess`; return a sentence that says whether it counts.
 
-        After `answer` was called it doesn't count, and nothing is stored. If the question asks for
-        a number and the text isn't one, `guess` becomes None.
+        Once `answer` has been called, a guess doesn't count, and isn't stored. If a number is asked
+        for and the argument can't be read as one, the attribute becomes None.
 
         guess: one of `choices`; without choices, a number or the text of one, as `float` takes it.
         """
@@ -92,8 +92,8 @@ class Prediction(Live):
     def answer(self, value: float | str, within: float = 0.0) -> str:
         """Reveal the right answer; return a card that shows it beside the reader's guess.
 
-        The card is a string, which a notebook displays as HTML. If there is a guess, the call sets
-        `right`; guesses after it don't count.
+        The card is a subclass of str that a notebook displays as HTML. Its text is such as
+        "Hops? 6. ≠ you: 8". If there is a guess, the call sets `right`; later guesses don't count.
 
         value: the right answer, a number or one of `choices`.
         within: the error that a guessed number may have, as a fraction of `value`: 0.2 allows 20 %.
@@ -117,8 +117,9 @@ class Prediction(Live):
 def in_digits(number: float, digits: int) -> str:
     """Return a number as text, rounded to `digits` significant digits: 0.123456 to 4 is "0.1235".
 
-    Trailing zeros are left out: 2.50 is "2.5". If there are more digits before the point, all of
-    these are kept: 12345.6 to 4 is "12,346". Very small or large numbers are like "1e-05".
+    Trailing zeros are left out: 2.50 is "2.5". Thousands get commas, and all digits before the
+    point are kept, even if they are more: 12345.6 to 4 is "12,346". Numbers from 1e15 on, or closer
+    to 0 than 0.0001, get an exponent, such as "1e-05".
     """
     long = abs(number) < 1e15 and round(abs(number)) >= 10**digits
     return f"{number:,.0f}" if long else f"{number:,.{digits}g}"
@@ -127,8 +128,8 @@ def in_digits(number: float, digits: int) -> str:
 class Answer(str):
     """A string that a notebook displays as a card, a framed block of HTML.
 
-    Answer(text, page) makes one. text: the string, shown where there is no browser. page: the HTML,
-    which is an attribute as well.
+    `Prediction.answer` and `predict.score` return one. Answer(text, page) makes one. text: the
+    string itself, shown where there is no browser. page: the card's HTML, kept as an attribute.
     """
 
     def __new__(cls, text: str, page: str):
@@ -153,18 +154,20 @@ class Predictions:
         self.made: dict[str, Prediction] = {}
 
     def __call__(self, question: str, choices: Sequence[str] = ()) -> Prediction:
-        """Ask for a number, or for one of `choices`; return the `Prediction`, which a cell shows.
+        """Return a `Prediction`, which asks for a number or for one of `choices`.
 
-        Asking the same question again discards the earlier guess.
+        A cell displays it, as a field or as buttons, if it is the cell's last value. Asking the
+        same question again replaces the earlier `Prediction`, with its guess.
         """
         self.made[question] = Prediction(question, choices)
         return self.made[question]
 
     def score(self) -> str:
-        """Return how many of the reader's guesses were right, in words.
+        """Return how many guesses were right, such as "2 of 3 predictions right, 1 not entered."
 
-        The result is a string, which a notebook displays as a card with a dot for each question.
-        Questions without a guess, or without a call of `answer`, are counted as "not entered".
+        A notebook displays the result, a subclass of str, as a card with a dot for each question.
+        Questions without a guess, or whose `answer` wasn't called, so that the guess can't be
+        judged, are counted as "not entered", and not among the 3.
         """
         verdicts = [prediction.right for prediction in self.made.values()]
         judged = [right for right in verdicts if right is not None]

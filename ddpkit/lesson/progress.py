@@ -1,13 +1,13 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
-The line states the seconds so far and, while ranks run, the number of calls that they have made or,
-if nothing has moved for 10 s, which rank is waiting for which. If a cell ends with a `LaunchError`,
-a failure of the ranks that it ran, a picture of their last calls of torch.distributed appears below
-the error's text. The environment variable DDPKIT_PROGRESS=off turns both off, for tests and when
-notebooks are saved with their outputs.
+The line states the seconds so far and, while ranks run, the number of calls of torch.distributed
+that they have made or, if no call has begun or ended for 10 s, which rank is waiting for which. If
+a cell ends with a `LaunchError`, a failure of the ranks that it ran, a picture of their last calls
+appears below the error's text. The environment variable DDPKIT_PROGRESS=off turns both off, for
+tests and when notebooks are saved with their outputs.
 
-The line begins before torch is imported, which takes seconds. So this module imports
-ddpkit.runtime, which imports torch, only inside functions that need it.
+Importing ddpkit in a notebook turns the line on, before torch is imported, which takes seconds. So
+this module imports ddpkit.runtime, which imports torch, only inside functions that need it.
 """
 
 import contextlib
@@ -24,10 +24,11 @@ RUNTIME = "ddpkit.runtime.launch"  # imported after torch
 class Progress:
     """The progress line below the notebook cell that is running; one object for the session.
 
-    IPython calls `begin` before each cell and `end` after it: each cell has a thread of its own.
+    `show_progress` has IPython call `begin` before each cell and `end` after it. Each cell gets a
+    thread of its own, which shows the line.
 
-    display: IPython's function `display`. thread: the thread that shows the line; None at first.
-    done: an event, which is set to end that thread.
+    display: the argument, IPython's function `display`.
+    thread, done: the current cell's thread, None at first, and an event that is set to end it.
     """
 
     def __init__(self, display):
@@ -71,8 +72,8 @@ class Progress:
 def _what_is_done() -> str:
     """Return in words what the cell is waiting for, or "" if that isn't known.
 
-    It is the import of torch, the start of the server process from which ranks are forked, or the
-    running ranks, as `Watch.status` describes them.
+    A cell may wait for the import of torch, for the start of the server process from which ranks
+    are forked, or for running ranks, which the text describes as "4 ranks, 12 calls so far".
     """
     if RUNTIME not in sys.modules:
         return "importing torch"

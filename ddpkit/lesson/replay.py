@@ -1,10 +1,10 @@
-"""Turn a run's records into a list of events: causes before effects, what went wrong at the end.
+"""Turn a run's records into a list of events: causes come before effects, failures come last.
 
 A record is one rank's call, with its times and, if kept, the elements of its tensors, which are
 called its numbers. An event is one step of the whole run. A message gives two: the send, from the
 sender's record, and the receive, from the receiver's. A collective call gives one, from the records
-of all its ranks. An error gives one, and so does a call that didn't succeed, such as a receive
-whose message never came.
+of all its ranks. A rank that fails (it raises an error, exits or is killed) gives one, and so does
+a call that didn't succeed, such as a receive whose message never came.
 
 Times of different ranks are never compared: they only order what one rank does. So two runs in
 which each rank does the same in the same order are replayed in the same order.
@@ -26,25 +26,25 @@ RECEIVE, SEND, ENTER, LEAVE = range(4)  # the order of events within a round
 class Event:
     """One step of a replayed run, such as a message that leaves, or a collective call of all ranks.
 
-    kind: "send" or "receive" of one message; "hop", which `film.hop_by_hop` makes of the messages
-        that can travel at the same time, since none of them waits for another;
-        "meet", a collective call of all its ranks; "differ", ranks made calls that don't match;
-        "stuck", a rank waits for a message, for a receiver, or for other ranks in a collective,
-        which never come; "lost", a message that is never received, or a receive that is never
-        waited for; "failed", a rank raised an error, exited or was killed; "end", the state after
-        the last message.
+    kind: "send" or "receive" of one message; "meet", a collective call of all its ranks; "differ",
+        ranks made calls that don't match; "stuck", a rank waits in vain for a message, a receiver,
+        or other ranks in a collective; "lost", a message that is never received, or a receive that
+        is never waited for; "failed", a rank raised an error, exited or was killed. Only
+        `film.hop_by_hop` makes "hop", all messages that can travel at the same time, since none of
+        them waits for another, and "end", the state after the last hop.
     text: what happens, in words.
     records: {rank: its record of the call}. A "receive" has the records of both ends, if both are
         known. A message that went wrong has one: that of the receive or, if there is none, of the
         send. A collective that went wrong has those of the ranks that called it. A "hop", in which
-        a rank may send several messages, has each sender's last one; "failed" and "end" have {}.
+        a rank may send several messages, has each sender's last send; "failed" and "end" have {}.
     rank, peer: the sender and the receiver, for an event of one message: "send", "receive", "lost",
         and a "differ" or "stuck" that isn't about a collective. The sender is None if any rank may
         send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
-    change: for a "meet" that moves numbers, {rank: (numbers that it brought or None, numbers that
-        it got or None, the owner of each that it got)}; otherwise {}. An owner is the rank that a
-        number came from, a frozenset of ranks for a reduction over them, or None if unknown.
+    change: for a "meet" that moves numbers, {rank: (the list of numbers that it brought, that of
+        those that it got, the list of their owners)}; otherwise {}. A list of numbers is None if
+        there are none, or if they weren't kept; the list of owners is then []. An owner is the rank
+        that a number came from, a frozenset of ranks for a reduction over them, or None if unknown.
     """
 
     kind: str
@@ -63,11 +63,11 @@ class Event:
 def key(record: Record) -> tuple:
     """Return a tuple that identifies the message or collective call that a record belongs to.
 
-    The records of all its ranks give the same tuple: (channel, index) for a message, and (channel,
-    index, ranks) for a collective. The index is the number of earlier calls on the channel. A
-    channel is a text. For a group named "0#1" (torch's name "0", in the first world), it is "0#1"
-    for collectives, "new 0#1" for the `new_group` that makes it, and "0#1 2>3:7" for messages from
-    rank 2 to rank 3 with tag 7. The ranks, the group's members, tell groups of one name apart.
+    Both ends of a message give the same, (channel, index), and so do all members of a collective,
+    (channel, index, ranks). The index is the number of earlier calls on the channel. For the group
+    that torch names "0", in the first world that a script makes, channels are "0#1" (collectives),
+    "new 0#1" (the `new_group` that makes it) and "0#1 2>3:7" (messages from rank 2 to rank 3 of the
+    world with tag 7). The ranks, the group's members, tell groups of one name apart.
     """
     if record.op in MESSAGES:
         return record.channel, record.seq
@@ -78,10 +78,12 @@ def replay(run) -> list[Event]:
     """Return the events of `run` in order: what happened, then what went wrong.
 
     A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
-    events are in the order of rounds: in a round, each rank takes a step, unless it must wait for
-    another rank. First come the round's receives, then its sends, both by rank, then collectives.
+    events are in the order of rounds. In a round each rank takes its next step, unless it must wait
+    for another rank: it sends a message, has received one (an `irecv` counts only then), or calls a
+    collective. First come the round's receives, of messages sent in earlier rounds, then its sends,
+    both by rank, then the collectives that the last of their ranks calls now.
 
-    run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
+    run: a Run or a LaunchError, whose `wire` has, for each rank, the list of its calls' records.
     """
     ends: dict[str, dict[tuple, tuple[int, Record]]] = {"send": {}, "recv": {}}
     calls: dict[tuple, dict[int, Record]] = {}
@@ -98,8 +100,9 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
     """Return the steps of one rank in order, as a list of (step, record of the call).
 
     A step is SEND, RECEIVE, ENTER or LEAVE. A message is sent when the call is made, and received
-    when it has arrived. A rank enters a collective when it makes the call, and leaves when it calls
-    wait() or, if it never does, when the collective is complete.
+    when it has arrived. ENTER is the call of a collective. LEAVE, after which the rank's next step
+    comes later than every member's ENTER, is where it calls wait() or, if it never does, where the
+    collective is complete.
 
     records: those of the rank's calls. A receive that never ended gives no step. A collective that
         never ended gives ENTER, and LEAVE only if the rank called wait().
@@ -115,11 +118,12 @@ def _program(records: list[Record]) -> list[tuple[int, Record]]:
 
 
 def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
-    """Return the events that happened, by rounds in which each rank takes a step if it can go on.
+    """Return the events of all sends, receives that ended, and collectives that took place.
 
-    A round is the logical time of Lamport 1978: an event comes after everything that it had to wait
-    for, however long that took. Events that wait for each other in a cycle, and those after them,
-    are left out.
+    The order is that of rounds. In a round each rank takes its next step if what it waits for has
+    come in an earlier one: a message's send, or all members' calls of a collective. So a round is
+    the logical time of Lamport 1978. Events that wait for each other in a cycle, and those after
+    them, are left out: there can be some if a rank went on after a wait() that timed out.
 
     wire: for each rank, the records of its calls.
     ends: {"send" or "recv": {message: (rank, its record)}}.
@@ -161,10 +165,11 @@ def _in_order(wire, ends: dict, calls: dict) -> list[Event]:
 
 
 def _complete(records: dict[int, Record]) -> bool:
-    """Return whether a collective took place: all ranks of the group made the same call.
+    """Return whether a collective took place: all ranks of its group made the same call.
 
-    A `new_group` must have ended on every rank as well, and the sizes of an all_to_all must fit.
-    records: {rank: its record of the call}.
+    A call needn't have ended on every rank, but a `new_group` must: it can fail while it connects
+    the ranks. In an all_to_all, each rank must expect as many elements as are sent to it.
+    records: {rank: its record of the call, which also has the ranks of the group}.
     """
     first = next(iter(records.values()))
     if first.op == "new_group" and any(record.done is None for record in records.values()):
@@ -189,7 +194,7 @@ def _shape(record: Record) -> str:
 
 
 def _message(record: Record, values: list | None) -> str:
-    """Return a message's numbers as text, or their count and dtype if they weren't kept (None)."""
+    """Return a message's numbers as text: "[1, 10]", or "2 float32" if `values` is None."""
     return _shape(record) if values is None else numbers(values)
 
 
@@ -197,8 +202,8 @@ def _received(rank: int, record: Record, sent: tuple[int, Record] | None) -> Eve
     """Return the event of a message that `rank` received.
 
     record: the record of the receive.
-    sent: (sender, record of the send), which the event's `records` then have as well; None if that
-        is missing: of a failed run, only the last 256 calls of each rank are kept.
+    sent: (sender, record of the send), which is put into the event's `records`; None if there is no
+        record of the send, as in a failed run, of which only the last 256 calls of a rank are kept.
     """
     text = f"rank {rank} receives {_message(record, record.result)} from rank {record.peer}"
     records = {rank: record}
@@ -226,10 +231,11 @@ def _met(records: dict[int, Record]) -> Event:
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
     """Return what a collective call did to each rank's numbers, to be drawn.
 
-    It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}.
-    An owner is the rank that a number came from, a frozenset of ranks if it is their sum or another
-    reduction, or None if unknown. Numbers are None if they weren't kept. So are those that a rank
-    other than the root brings to a broadcast or scatter, or gets from a reduce or gather.
+    It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}:
+    three flat lists. An owner is the rank that a number came from, a frozenset of ranks if it is
+    their sum or another reduction, or None if unknown. A list of numbers is None if they weren't
+    kept, and for what a rank other than the root brings to a broadcast or scatter, or gets from a
+    reduce or gather; the list of owners is then [].
 
     records: {rank: its record of the call}, of all ranks of the group.
     """
@@ -256,11 +262,11 @@ def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | No
 
 
 def _said(rows: dict[int, list | None], world_size: int | None) -> str:
-    """Return in words what ranks have: "[1, 2] on every rank", or "rank 0 [1], rank 1 [2]".
+    """Return in words which numbers ranks have: "[1] on every rank", or "rank 0 [1], rank 1 [2]".
 
-    rows: {rank: its numbers or None}. Ranks without numbers are left out; "…" if all are.
-    world_size: the number of ranks, if `rows` is about all of the world, so that the text may say
-        "every rank"; otherwise None.
+    The second form leaves out ranks without numbers; if none has any, the text is "…".
+    rows: {rank: its numbers or None}. world_size: the number of ranks in `rows`, if these are all
+        of the world; otherwise None, and the first form names them: "[1] on ranks 0 and 2".
     """
     first = next(iter(rows.values()))
     if len(rows) > 1 and first and all(row == first for row in rows.values()):
@@ -275,21 +281,21 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
     """Return the events of what went wrong in a run: an error, and calls that didn't succeed.
 
-    A failed launch (`run` is a LaunchError) stopped ranks amid calls that would have succeeded, and
-    only the last 256 calls of each rank are known. So of a failed launch, and of no other run, some
-    of these events are left out:
+    Here are the events with their kinds (see `Event`). "Left out" applies only to a failed launch,
+    when `run` is a LaunchError: it stopped ranks amid calls that would have succeeded, and only the
+    last 256 calls of each rank are known.
 
     - A rank's error: "failed".
     - A collective whose calls, or sizes in an all_to_all, don't match: "differ".
     - A collective that a member didn't call, or a new_group that didn't end on every rank: "stuck".
       Left out if it ended on some rank, and a member without the call has 256 known calls: it may
       have made this one before them.
-    - A receive that never ended: "differ" if its message doesn't fit; "stuck" if the launch failed
-      and no send is known; otherwise "lost". Left out if a message that fits was on its way, or may
-      have been (`_may_have_been_sent`), or if the rank didn't wait for it yet.
-    - A send without a receive call: "stuck" if the launch failed and a rank other than the one that
-      failed waits in it; otherwise "lost". A complete one is left out, since the receive may only
-      have been due later.
+    - A receive that never ended: "differ" if its message doesn't fit. Otherwise left out if the
+      message was on its way, or may have been (`_may_have_been_sent`), or if the rank didn't wait
+      for it yet. Otherwise "stuck" if the launch failed and no send is known; otherwise "lost".
+    - A send without a receive call: left out if it is complete, since the receive may only have
+      been due later. Otherwise "stuck" if the launch failed and the sender waits in it, unless the
+      sender is the rank that failed; otherwise "lost".
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     ends: {"send" or "recv": {message: (rank, its record)}}.
@@ -331,25 +337,26 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
 
 
 def _waits_in(record: Record, is_last: bool) -> bool:
-    """Return whether a rank waits in a message's call that never ended, as far as is known.
+    """Return whether a rank waits in this call, as far as is known, or went on after starting it.
 
-    On the CPU its record says so. On a GPU, where it may not, the rank is taken to wait; and so if
-    it `is_last`, the last call in a hung run: it may ask again and again whether that has ended.
+    record: of a send or receive that never ended. The rank waits if it has called wait(); it is
+        taken to wait where that isn't known: on a GPU, after get_future(), and if the call
+        `is_last`, the last in a hung run: it may ask again and again whether that has ended.
     """
     return record.waited is not None or record.by_future or record.on_stream or is_last
 
 
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
-    """Return whether a message may have been sent although no record of its send is known.
+    """Return whether a receive's message may have been sent, though no send is matched with it.
 
-    Only a sender in `cut` may have made the call before those that are known, and not if these have
-    an earlier send on the channel (its messages to `rank` in this group with this tag). After a
-    HangError return True only if they have a later one: otherwise `rank` is taken to wait for a
-    message that never comes. For a Run always return False.
+    The send may be older than the sender's known calls. That needs a sender in `cut`, none of whose
+    known sends on the channel (those to `rank` in this group with this tag) is of an earlier
+    message: the send would be known as well. After a HangError, one of a later message must be
+    known: otherwise `rank` is taken to wait for a message that never comes. For a Run return False.
 
     A receive from any rank doesn't show its sender until it ends. So for it return True if another
-    member of the group is in `cut`, or if a known send to `rank` has no known receive call; but
-    after a HangError return False.
+    member of the group is in `cut`, or if a known send to `rank` has no known receive call, since
+    that may be this one. After a HangError return False, for the reason above.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
     ends: {"send" or "recv": {message: (rank, its record)}}; used only for the keys of ends["recv"],
@@ -370,9 +377,9 @@ def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int
 
 
 def _different_calls(records: dict[int, Record]) -> Event:
-    """Return the event in which ranks of one group made different calls where one was expected.
+    """Return the event in which ranks of one group made different calls, not all the same one.
 
-    records: {rank: the record of its call}.
+    records: {rank: the record of its call}, of those members whose call is known.
     """
     alike: dict[str, list[int]] = {}
     for rank in sorted(records):
@@ -389,8 +396,8 @@ def _wrong_sizes(records: dict[int, Record]) -> Event | None:
     """Return the event of an all_to_all that fails for its sizes; None for any other call.
 
     The sizes are the numbers of elements to send to each rank, and those to receive from each. They
-    are wrong if a sender's and its receiver's differ, or if there isn't one for each rank.
-    records: {rank: its record of the call}.
+    are wrong if a receiver expects another number than is sent to it, or if a rank gives more or
+    fewer sizes than the group has ranks. records: {rank: its record of the call}.
     """
     refused, said, status = {}, [], {}
     for rank, record in sorted(records.items()):
@@ -429,14 +436,14 @@ def _incomplete_call(records: dict[int, Record], ever: str) -> Event:
 def _not_received(
     rank: int, record: Record, sent: Record | None, ever: str, failed: bool, early: bool
 ):
-    """Return the event of a receive that never ended, with the reason.
+    """Return the event of a receive whose record has no end; its text gives the reason.
 
-    Return None if the launch failed while its message was still on the way, or before the rank
-    waited for it.
-    rank, record: the receiver, and its record of the call. sent: the sender's record, or None.
-    ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
-    failed: whether the launch raised an error; if not, the rank never called wait() on its irecv.
-    early: whether it raised one before the rank waited for the message.
+    Return None if the launch failed before the rank waited for the message (`early`), or while that
+    was on its way, unless the message doesn't fit.
+    rank, record: the receiver, and its record. sent: the record of the matching send, or None.
+    ever: how the rank waits, for the text: "for ever" if the ranks hung, "in vain" otherwise.
+    failed: whether the launch raised an error, such as a HangError; if not, the rank never called
+        wait() on its irecv. early: whether the error came before the rank waited for the message.
     """
     peer, waits = record.peer, f"waits here {ever}"
     source = "any rank" if peer is None else f"rank {peer}"
@@ -464,8 +471,8 @@ def _not_taken(rank: int, record: Record, ever: str, stuck: bool) -> Event:
     """Return the event of a message that was sent and never received.
 
     rank, record: the sender, and its record of the call.
-    ever: how the text goes on after "waits": "for ever" if the ranks hung, "in vain" otherwise.
     stuck: whether the sender is still waiting in this call; otherwise only the message is lost.
+    ever: how a stuck sender waits, for the text: "for ever" if the ranks hung, or "in vain".
     """
     message, peer = _message(record, record.values), record.peer
     if stuck:

@@ -27,7 +27,7 @@ class Moment:
     row: all numbers of the row. read: how many of them have been read, from the first on.
     m: the maximum of the numbers x that have been read. ell: the sum of eˣ⁻ᵐ over them.
     m_before, ell_before: m and ell as they were before the last of these numbers was read.
-    The maximum of no numbers is -inf, and their sum 0.
+    Before the first number (read = 0), m and m_before are -inf, ell and ell_before 0.
     """
 
     row: tuple[float, ...]
@@ -39,7 +39,7 @@ class Moment:
 
     @property
     def correction(self) -> float:
-        """Return e^(old maximum - new maximum), a factor for the sum; 0 if the old one is -inf."""
+        """Return e^(m_before - m), by which `ell_before` is multiplied; 0 if `m_before` is -inf."""
         return _share(self.m_before, self.m)
 
     def weights(self, before: bool = False) -> list[float]:
@@ -54,8 +54,8 @@ class Moment:
     def sum(self) -> str:
         """Return how the last number changed the sum, as text such as "2 × 0.5 + 1 = 2".
 
-        The terms are: earlier sum × correction + eˣ⁻ᵐ of the last number = new sum. It is "0" as
-        long as no number but -inf was read.
+        The terms are: ell_before × e^(m_before - m) + eˣ⁻ᵐ of the last number x = ell. The text is
+        "0" as long as no number but -inf was read.
         """
         if self.m == -math.inf:
             return "0"
@@ -82,8 +82,9 @@ class Moment:
 def moments(row: Sequence[float]) -> list[Moment]:
     """Return the state of online softmax before the first number of `row` and after each number.
 
-    A row of n numbers gives n + 1 states. A number x alone has the pair (m, ℓ) = (x, 1), or
-    (-inf, 0) if x is -inf; `softmax.merge` combines it with the pair of all numbers before x.
+    A row of n numbers gives n + 1 states, each a `Moment`, with the maximum m and the sum ℓ of the
+    numbers read so far. The first has (m, ℓ) = (-inf, 0). To read a number x, `softmax.merge`
+    combines the pair so far with that of x alone: (x, 1), or (-inf, 0) if x is -inf.
     """
     numbers = torch.tensor(row, dtype=torch.float64)
     pairs = [summarize(numbers[:0])]
@@ -95,7 +96,7 @@ def moments(row: Sequence[float]) -> list[Moment]:
 
 
 def _share(x: float, m: float) -> float:
-    """Return eˣ⁻ᵐ, which a number x adds to the sum; 0 for x = -inf, a masked number."""
+    """Return eˣ⁻ᵐ, which a number x adds to the sum; 0 for x = -inf, even while m is -inf."""
     return 0.0 if x == -math.inf else math.exp(x - m)
 
 
@@ -105,7 +106,7 @@ def _rounded(value: float, digits: int = 3) -> str:
 
 
 def _exactly(x: float) -> str:
-    """Return a number of the row, or its maximum, as text with up to six significant digits."""
+    """Return one of the row's numbers, or their maximum, with up to six significant digits."""
     return _rounded(x, digits=6)
 
 
@@ -113,7 +114,7 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
     """Return a widget with a slider that reads `row` one number at a time, as online softmax does.
 
     A bar is what a number x adds to the sum, eˣ⁻ᵐ, where m is the maximum so far. A dashed bar is
-    what it added before the last number was read.
+    what x added one step earlier, before the newest number was read.
 
     row: 1 to MOST_NUMBERS (8) numbers; -inf stands for a masked number.
     ValueError: the row is empty or has more numbers, or one of them is +inf or NaN.
@@ -135,11 +136,12 @@ def softmax_player(row: Sequence[float]) -> StepThrough:
 
 
 def draw(moment: Moment) -> Picture:
-    """Draw what each number read so far adds to the sum, and the sum before and after the last one.
+    """Draw what each number read so far adds to the sum, and the sum before and after the newest.
 
-    The upper chart has a bar of height eˣ⁻ᵐ for each number x, and a dashed outline of the height
-    that it had before the last number was read. The lower chart has two rows, the sum before and
-    the sum now, each made of these bars laid end to end.
+    The upper chart has a bar of height eˣ⁻ᵐ for each number x read, and a dashed outline of the
+    height that it had before the newest number (which has none) was read. The lower chart has two
+    rows: the sum before, made of the outlines laid end to end, and the sum now, made of the bars.
+    moment: the state after some numbers; there are no bars before the first.
     """
     grew = f"{_exactly(moment.m_before)} → " if moment.m > moment.m_before > -math.inf else ""
     title = f"m = {grew}{_exactly(moment.m)}     ℓ = {_rounded(moment.ell)}"

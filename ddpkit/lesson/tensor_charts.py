@@ -1,4 +1,4 @@
-"""Pictures and the calculator of notebook 11: split matrix products, and the bytes to send."""
+"""Draw, for notebook 11, matrix products split among ranks, and what tensor parallelism sends."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,13 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
     """Draw a matrix product X·U = Y to scale, split among ranks in four ways. Used in notebook 11.
 
     The ways are by tokens, outputs, inputs, or tokens and outputs, each in `world_size` parts. For
-    each way it shows which part of X and U a rank holds, and which part of Y it can compute on its
-    own; by tokens and outputs, that is its block on the diagonal of Y.
+    each way it shows which part of X and U a rank holds, and what of Y it can compute on its own:
+    rows (tokens), columns (outputs), a summand of all of Y (inputs), or its block on the diagonal
+    of Y (tokens and outputs).
 
     tokens, inputs, outputs: X has shape (tokens, inputs), and U has shape (inputs, outputs).
-    world_size: the number of ranks, from 1 to 8. Parts are drawn equal, whether or not it divides
-        the sizes.
+    world_size: the number of ranks, from 1 to 8. It need not divide the sizes: parts are drawn
+        equal.
     """
     unit = 300 / (2 * inputs + outputs + outputs)
     high, wide = unit * max(tokens, inputs) + 96, page.WIDEST / 2
@@ -62,21 +63,21 @@ def split_products(tokens: int, inputs: int, outputs: int, world_size: int) -> P
 def _offsets(world_size: int) -> tuple[float, float]:
     """Return (right, down), the steps in pixels from one rank's summand of Y to the next one's.
 
-    Summands are drawn as a stack of boxes. A step is 12, or less so that the stack's last box is
-    at most 60 pixels to the right of the first, and 24 below it.
+    Each rank's summand of the product Y is a box in a stack. Each step is 12, or less if the last
+    box would otherwise be more than 60 pixels to the right of the first, or 24 below the first.
     """
     others = max(1, world_size - 1)
     return min(12, 60 / others), min(12, 24 / others)
 
 
 def _matrix(canvas: Canvas, x, y, tall, wide, split, world_size: int):
-    """Draw a matrix to scale, each part in the colour of the rank that has it.
+    """Draw a matrix as a box of the given size, each part in the colour of the rank that has it.
 
     x, y, tall, wide: the matrix's upper left corner and its size, in pixels.
-    split: None if every rank has all of it: a grey box. 0 or 1: the axis along which it is cut.
-        "sum" if each rank has a summand of every number: a stack of boxes, each of the full size
-        and a little further right and down. "blocks" if each rank has one block on the diagonal,
-        in a dashed frame of the full size.
+    split: None if every rank has all of it: a grey box. 0 if its rows are divided among the ranks,
+        1 if its columns are. "sum" if each rank has a summand of every number: a stack of boxes of
+        the full size, each a little further right and down than the one before. "blocks" if each
+        rank has one block on the diagonal, in a dashed frame of the full size.
     """
     if split is None:
         canvas.box(x, y, wide, tall, page.MIXED)
@@ -107,9 +108,10 @@ WIRES = {  # an H100's links inside its node and to other nodes, and an office's
 def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
     """Return the size of what a transformer layer all-reduces in a step, for two ways to split it.
 
-    It is {"tensor parallel": bytes of activations, "data parallel": bytes of gradients}, with 2
-    bytes for each number: the activations of four all-reduces, two in forward and two in backward,
-    and the gradients of 12 width² weights, four of attention and eight of the MLP.
+    It is {"tensor parallel": bytes, "data parallel": bytes}, the size of the all-reduced tensors,
+    with 2 bytes for each number. Tensor parallel, there are four all-reduces of tokens · width
+    activations, two in forward and two in backward. Data parallel, one takes the gradients of 12
+    width² weights (4 width² of attention, 8 width² of the MLP).
 
     width: the layer's width. tokens: the number of tokens in the whole batch.
     """
@@ -123,10 +125,10 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
     """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
 
-    There is a curve for tensor and one for data parallelism. In a step, a transformer layer
-    all-reduces tokens · width numbers four times if tensor parallel, and the gradients of its 12
-    width² weights (attention and MLP) once if data parallel. A number has 2 bytes. Of these bytes
-    each of W ranks sends 2(W − 1)/W, as in a ring. Used in notebook 11.
+    There is a curve for tensor and one for data parallelism. Tensor parallel, a transformer layer
+    all-reduces tokens · width numbers four times in a step; data parallel, it all-reduces the
+    gradients of its 12 width² weights (attention and MLP) once. A number has 2 bytes. Each of W
+    ranks sends 2(W − 1)/W times the bytes all-reduced, as in a ring. Used in notebook 11.
 
     width: the layer's width. world_size: the number of ranks.
     tokens: sizes of the whole batch, in tokens, along the x axis.
@@ -147,10 +149,11 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Return a widget that compares what a layer sends under tensor and under data parallelism.
+    """Return a widget that compares a layer's communication, tensor and data parallel, in a step.
 
-    It has sliders for ranks, width and tokens, and shows the seconds of sending and computing that
-    `layer_times` predicts.
+    It has sliders for ranks, a transformer layer's width and the tokens of the whole batch. Shown
+    are the bytes that a rank sends, and the seconds for which it sends, on each of three networks,
+    and computes on an H100, as `layer_times` predicts them.
     """
     powers = [2**power for power in range(10, 23)]
     return Calculator(
@@ -164,11 +167,11 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    In a step, a transformer layer all-reduces tokens · width numbers four times if tensor parallel,
-    and the gradients of its 12 width² weights once if data parallel. A number has 2 bytes. Times
-    over NVLink, InfiniBand and Ethernet are predicted for a ring: its hops' latency plus bytes
-    divided by bandwidth. A dashed line marks how long a rank computes, forward and backward, at 400
-    TFLOP/s.
+    Tensor parallel, a transformer layer all-reduces tokens · width numbers four times in a step;
+    data parallel, the gradients of its 12 width² weights once. A number has 2 bytes. Times over
+    NVLink, InfiniBand and Ethernet are predicted for ring all-reduces: the latency of 2(W − 1) hops
+    each, plus the bytes that a rank sends divided by the bandwidth (W: `world_size`). A dashed line
+    marks how long a rank computes, forward and backward, at 400 TFLOP/s.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

@@ -1,11 +1,12 @@
 """Widgets for notebooks: a slider over pictures, and a function with sliders for its arguments.
 
-`StepThrough` steps through pictures. `Calculator` calls a function whenever a slider is moved. Both
-take a function that returns a caption and a picture, as (text, `Picture` or None).
+`StepThrough` steps through pictures: it calls a function with the number of a step. `Calculator`
+calls one with the sliders' values, as keyword arguments, whenever a slider is moved. Both functions
+return (caption, `Picture` or None). This slider begins at 2:
 
     Calculator(
         lambda bucket_mib: (f"{gradients_mib / bucket_mib:.0f} messages", None),
-        bucket_mib=Slider("bucket cap (MiB)", [1, 2, 4, 8], 4),
+        bucket_mib=Slider("bucket cap (MiB)", [1, 2, 4, 8], 2),
     )
 """
 
@@ -51,9 +52,10 @@ class Live:
 
 
 class Below(Live):
-    """A block of HTML with an animation below it, which a notebook cell shows.
+    """A block of HTML with an animation below it, which a notebook shows as a cell's value.
 
-    text: what a stored notebook keeps. page: the HTML. player: the animation, a `StepThrough`.
+    text: the plain text that a stored notebook keeps in place of both.
+    page: the HTML fragment, as a string. player: the animation, a `StepThrough`.
     """
 
     def __init__(self, text: str, page: str, player: "StepThrough"):
@@ -69,7 +71,7 @@ class Below(Live):
 
 
 def view(look: Callable[[], Look]):
-    """Return an ipywidgets widget that shows a caption above a picture; `show` can update it.
+    """Return an ipywidgets widget: a caption above a picture. `show(widget, look)` changes both.
 
     look: a function without arguments that returns (caption, Picture or None). It is called once.
     """
@@ -83,8 +85,8 @@ def view(look: Callable[[], Look]):
 def show(shown, look: Callable[[], Look]) -> None:
     """Update, in place, a widget made by `view`: show the caption and picture that `look` returns.
 
-    If `look` raises an error, show it as the caption, above the old picture, since an error in a
-    widget's callback would be invisible otherwise.
+    Show the caption alone if the picture is None. If `look` raises an error, show it as the
+    caption, above the old picture: an error in a widget's callback would be invisible otherwise.
 
     shown: the widget. look: a function without arguments that returns (caption, Picture or None).
     """
@@ -113,9 +115,9 @@ MOVING = """<style>
 def inline(picture: Picture) -> str:
     """Return a picture as HTML, an <svg> after a <style>, for an ipywidgets HTML widget.
 
-    A shape slides once when the HTML appears if its id in the SVG was made by `page.moving`; other
-    shapes stand still. The id "from 0.0 0.0 to 12.0 0.0", for example, makes a shape slide from
-    (0, 0) to (12, 0). Both are offsets in points from the place where it was drawn.
+    A shape whose id in the SVG was made by `page.moving` slides once when the HTML appears; others
+    stand still. The id "from 0.0 0.0 to 12.0 0.0", for example, makes a shape slide from (0, 0) to
+    (12, 0). Both are offsets in points, right and down, from the place where it was drawn.
     """
     width, height = picture.size
     style = f"display: block; width: {width}px; max-width: min(100%, {WIDEST}px)"
@@ -165,8 +167,8 @@ def asking(controls, *shown):
 
     Without a kernel, for example in a reopened notebook, a note takes the place of the controls.
 
-    controls: a widget; it is changed, since it gets a CSS class. shown: widgets that need no
-        kernel.
+    controls: a widget. It gets a CSS class, by which the page hides it where no kernel runs.
+    shown: widgets that need no kernel.
     """
     import ipywidgets
 
@@ -185,11 +187,11 @@ at.step{way}(); at.dispatchEvent(new Event('change', {{bubbles: true}}))">{sign}
 class StepThrough(Live):
     """A slider over pictures, all of which are in the page, so that it steps without the kernel.
 
-    look: a function from a step's number to (caption, Picture); called at most once for each step.
+    look: a function from a step's number to (caption, Picture or None); called at most once a step.
     label: the word beside the step's number, such as "hop".
     steps: consecutive numbers, not below 0. start: the step shown first; by default the lowest.
     telling: the number of the step whose picture a stored notebook keeps; by default `start`.
-    text: what a stored notebook keeps in place of the widget; by default that step's caption.
+    text: what it keeps beside that picture, in place of the widget; by default that step's caption.
     plays: whether it plays through the steps once by itself when it is shown.
     """
 
@@ -212,9 +214,9 @@ class StepThrough(Live):
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box of the controls, above the pictures.
+        """Return the whole widget, an ipywidgets box: the controls and, below them, the pictures.
 
-        It is made on first use, which draws the pictures of all steps.
+        The first access makes it, and draws the pictures of all steps.
         """
         import ipywidgets
 
@@ -290,8 +292,9 @@ class Calculator(Live):
     An error of a later call is shown in place of the caption.
 
     function: called with the sliders' values by name; returns (caption, Picture or None).
-    text: what a stored notebook keeps in place of the widget; by default the first caption.
-    sliders: the `Slider` of each argument, by the argument's name.
+    text: what a stored notebook keeps in place of the widget; by default the caption of that call.
+    sliders: the `Slider` of each argument, by name; it describes a slider or, for at most four
+        strings or truth values, buttons.
     """
 
     def __init__(
@@ -304,11 +307,11 @@ class Calculator(Live):
 
     @cached_property
     def widgets(self) -> dict:
-        """Return {argument: its slider or buttons, an ipywidgets widget}, made on first use."""
+        """Return {argument: an ipywidgets widget whose `value` is its value}, made on first use."""
         return {name: slider.widget() for name, slider in self._sliders.items()}
 
     def look(self) -> Look:
-        """Return the function's (caption, Picture or None) for the sliders' present values."""
+        """Call the function with the sliders' present values, and return or raise what it does."""
         return self._function(**{name: widget.value for name, widget in self.widgets.items()})
 
     def reset(self, *_) -> None:

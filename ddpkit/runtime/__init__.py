@@ -1,1 +1,1 @@
-"""The runtime: start ranks, watch them, and record their calls."""
+"""Start ranks as processes, watch them for failures, and record their torch.distributed calls."""

@@ -49,17 +49,17 @@ class Choice:
 def start_on(
     start: Callable[[Choice], Result], backend: str, world_size: int, link: Link | None = None
 ) -> Result:
-    """Start the ranks with the backend chosen for them, and with Gloo if a rank can't use its GPU.
+    """Start the ranks with the backend chosen for them; return what `start` returns.
 
-    Return what `start` returns. `choose_backend` chooses, by the number of GPUs that the driver
-    reports, since CUDA mustn't be initialized in this process. That number may be wrong, as for a
-    card in MIG mode; only a rank finds out, and `start` raises NoGpu. With "auto", all ranks are
-    then started a second time, on the CPU.
-    start: a function that takes a `Choice` and starts the ranks accordingly.
+    `choose_backend` chooses, by the number of GPUs that the driver reports, since CUDA mustn't be
+    initialized in this process. That number may be wrong, as for a card in MIG mode; only a rank
+    finds out, and `start` raises NoGpu. With "auto", all are then started again, on the CPU (Gloo).
+    start: a function that takes a `Choice` (the backend, and what ranks need in order to use it),
+        and starts the ranks accordingly.
     backend: "auto", "nccl" or "gloo". world_size: the number of ranks.
-    link: an emulated link (a slower network) between the ranks, with which it is always Gloo; or
-        None.
-    With "nccl": NoGpu: a rank can't use its GPU; ValueError: there is no GPU. Then use "auto".
+    link: an emulated link (a slower network) between the ranks, with which the backend is always
+        Gloo (`launch` refuses one with "nccl"); or None.
+    With "nccl" this raises NoGpu if a rank can't use its GPU, ValueError if PyTorch can use no GPU.
     """
     try:
         return start(choose_backend(backend, world_size, link))
@@ -72,12 +72,13 @@ def start_on(
 def choose_backend(backend: str, world_size: int, link: Link | None = None) -> Choice:
     """Choose NCCL if every rank can use a GPU, otherwise Gloo on the CPU; return a `Choice`.
 
-    If there are fewer GPUs than ranks, ranks share them: with "auto" only if NCCL is at least 2.30,
-    the first that lets ranks of one host share a GPU; with "nccl" always. With "gloo" or an
-    emulated link it is always Gloo.
+    It has the backend, the reason, and what ranks need in order to use it. If there are fewer GPUs
+    than ranks, ranks share them: with "auto" only if NCCL is at least 2.30, the first that lets
+    ranks of one host share a GPU; with "nccl" always, since an older NCCL can be made to take the
+    ranks for different hosts. With "gloo" or an emulated link, choose Gloo.
     backend: "auto", "nccl" or "gloo". world_size: the number of ranks. link: an emulated link
-        between them, or None.
-    ValueError: `backend` is "nccl", and PyTorch can use no GPU; use "auto".
+        between them, or None; `launch` refuses one with "nccl".
+    ValueError: `backend` is "nccl", and PyTorch can use no GPU.
     """
     if backend == "gloo":
         return choose_gloo("as asked")
@@ -102,9 +103,9 @@ def choose_backend(backend: str, world_size: int, link: Link | None = None) -> C
 
 
 def choose_gloo(reason: str) -> Choice:
-    """Return the `Choice` of Gloo, for ranks that run on the CPU and see no GPU.
+    """Return the `Choice` of Gloo: the ranks run on the CPU, and any GPUs are hidden from them.
 
-    reason: why it was chosen, such as "as asked"; it ends the choice's `line`.
+    reason: why it was chosen, such as "as asked"; the user sees it as "gloo on CPU: as asked".
     """
     return Choice("gloo", 0, f"gloo on CPU: {reason}", ON_CPU)
 
@@ -112,11 +113,12 @@ def choose_gloo(reason: str) -> Choice:
 def sharing(ranks: int, version: tuple[int, ...]) -> dict[str, str]:
     """Return the environment variables, {name: value}, with which NCCL lets ranks share a GPU.
 
-    From version 2.30 on, one variable allows it, and the others prevent hangs. Older versions
-    refuse two ranks of one host on one GPU, and recognize a host by NCCL_HOSTID. So each rank gets
-    another NCCL_HOSTID ("{rank}" in a value stands for its number), and data goes through sockets.
+    From version 2.30 on, one variable allows it, and the others prevent hangs; one of these is
+    needed only if `ranks` is above 2. Older versions refuse two ranks of one host on one GPU, and
+    recognize a host by NCCL_HOSTID. So each rank gets a different NCCL_HOSTID (the caller replaces
+    "{rank}" in a value by the rank), and the others make data go through sockets.
 
-    ranks: the most that share one GPU, 2 or more. version: NCCL's, such as (2, 30, 7).
+    ranks: the largest number that share one GPU, 2 or more. version: NCCL's, such as (2, 30, 7).
     """
     if version >= SHARES_A_GPU:
         # NCCL 2.30.7 checks only the last pair of ranks for whether NVLS must stay off.

@@ -1,20 +1,22 @@
-"""The board: memory that the ranks of a launch share, where each writes its calls and its state.
+"""The board: a file, mapped into memory by all ranks of a launch, where each writes what it does.
 
-A rank writes a call (a collective, a message, the making of a group) before it makes it, on its own
-page, its part of the memory. So the launcher can read what a rank did even if the rank is dead or
-blocked in C++, and other ranks can see whether they are about to make the same call.
+A rank writes into its own page, a part of the file. It writes a call (a collective, a message, the
+making of a group) before it makes it, and notes there when it is complete. So the launcher can read
+what a rank did even if the rank is dead or blocked in C++, and other ranks can see whether they are
+about to make the same call. These words are used here:
 
-channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
-    make on a channel belong together. It has a name: "0#1" for the collectives of the group that
-    torch names "0", in the script's first world (#1); "new 0#1" for the making of this group;
-    "0#1 2>3:7" for its messages with tag 7 from rank 2 to rank 3 of the world.
+channel: a series of calls; the n-th calls that ranks make on it belong together. Its name is "0#1"
+    for the collectives of the group that torch names "0", in the script's first world (#1: it may
+    end a world and begin another); "new 0#1" for the making of this group; "0#1 2>3:7" for its
+    messages with tag 7 from rank 2 to rank 3 of the world.
 fingerprint: a text that must be the same in calls that belong together, for example
-    "all_reduce 8 float32 sum"; "" for a call that isn't compared.
+    "all_reduce 8 float32 sum"; "" for a new group and a receive from any rank: not compared.
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
-word: 8 bytes. A page begins with single words: counts, the rank's state, and marks (the calls in
-    which its threads wait). Then come two notes, which are pickles (the user's line that the rank
-    has reached; the groups that it has destroyed), and slots for its last 256 (SLOTS) calls.
+
+A page begins with single words (a word is 8 bytes): counts, the rank's state, and marks, the calls
+in which its threads wait. Then come two notes, which are pickles (the user's line that the rank has
+reached; the groups that it has destroyed), and slots for its last 256 (SLOTS) calls.
 """
 
 import mmap
@@ -50,21 +52,23 @@ _PAGE = _HEAD + SLOTS * _SLOT
 
 @dataclass(frozen=True)
 class Said:
-    """The part of a record that is the same each time a line of code makes the same call.
+    """The description of a call: the part of its record that is the same each time a line makes it.
 
-    These calls share one object, except those of new_group. What differs is in the `Record`.
+    These calls share one object, but those of new_group don't. What differs is in the `Record`.
 
-    op, detail: the operation, such as "all_reduce", and its arguments in words.
-    group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver).
+    op, detail: the operation, such as "all_reduce", and its arguments, such as "8 float32, sum".
+    group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver),
+        as ranks of the world.
     channel, fingerprint: see the module. A receive from any rank has all members as `ranks`, "" as
-        its fingerprint and, until wait() has got a message, a channel such as "0#1 7?" for tag 7.
+        its fingerprint, and a channel such as "0#1 7?" for tag 7. When wait() has got a message,
+        its record gets another `Said`, with its sender (`peer`, `ranks`) and its channel.
     bytes, shape, dtype: of the tensor that this rank passes in. A recv, or a receiver of broadcast
         or scatter, has those of the tensor that it gets. If there are several tensors, these are
-        the bytes of all and the shape of the first.
+        the bytes of all and the shape of the first; if there is none, 0, () and "".
     peer: the root, or a message's other end, as a rank of the world; None if there is none.
     file, line, function, via: the line that makes the call. amid: the exception that this line
         handles, in an `except` or `finally`, as "ValueError: no data (train.py:12)"; otherwise "".
-    splits: of an all_to_all, (elements sent to each member, elements expected from each).
+    splits: of an all_to_all, (numbers of elements sent to each member, numbers expected from each).
     """
 
     op: str  # torch.distributed's name: all_reduce, send, ...
@@ -73,7 +77,6 @@ class Said:
     channel: str  # its name
     fingerprint: str  # must be the same on every rank: "all_reduce 8 float32 sum"
     detail: str  # the arguments, for people: "8 float32, sum"
-    # The size of what this rank hands in or, by recv or as a receiver of broadcast, scatter, gets.
     bytes: int
     peer: int | None  # global rank: dst of send, reduce, gather; src of recv, broadcast, scatter
     shape: tuple[int, ...]
@@ -83,21 +86,23 @@ class Said:
     function: str
     via: str = ""
     amid: str = ""
-    # Of an all_to_all: how many elements this rank sends to each member, and expects from each.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @cached_property
     def hashes(self) -> tuple[int, int]:
-        """Return (hash of the channel, hash of the fingerprint).
+        """Return (hash of the channel, hash of the fingerprint), by `hash32`, alike on all ranks.
 
         By the first, another rank finds this call on the board; by the second it compares the call
-        with its own.
+        with its own. The second is 0 for a call that isn't compared, whose fingerprint is "".
         """
         return hash32(self.channel), hash32(self.fingerprint)
 
     @cached_property
     def text(self) -> bytes:
-        """Return all fields pickled, shortened if they are too long for a slot of the board."""
+        """Return the pickled list of all fields, and of None for the three values of a `Record`.
+
+        To fit into a slot, 1,976 bytes, `_pickled` cuts long fields first, but never the channel.
+        """
         return _pickled(self)
 
 
@@ -106,29 +111,29 @@ class Record:
     """One call of one rank: what it is (`said`), its times, and what became of it.
 
     Times are this machine's `time.perf_counter()`, in seconds; None: that hasn't happened yet. The
-    attributes of `said` are attributes of the record as well: `record.op`.
+    fields of `said` (its operation, group, channel, bytes, line) are read as `record.op` as well.
 
     seq: how many calls this rank made before on the same channel. issued: when the rank made it.
         started: when an emulated link or a GPU began to carry it; without either, as `issued`.
         done: when it was complete or, on the CPU, seen to be. waited: when the rank or, on a GPU,
-        its stream began to wait for it.
-    limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it;
-        a blocking collective on the CPU has one, a monitored_barrier none. by_future: get_future()
-        was called. dropped: it is a message on the CPU whose handle was deleted before a wait().
-    batched: on a GPU, it is in one batch with the message before. stream: the name of its GPU
-        stream, or "". reached: whether the GPU has finished the work that was queued before this
-        call; found out only if the call is still open 0.3 s after `issued`, otherwise False.
+        the rank's current stream began to wait for it.
+    limit_s: the timeout of its group or wait, in seconds. waits: the number of wait() calls on it,
+        with the one inside a collective that blocks on the CPU. by_future: get_future() was called.
+        dropped: it is a message on the CPU whose handle was deleted before a wait().
+    batched: on a GPU, it is in one batch with the message before. stream: the name of the GPU
+        stream that carries it, or "". reached: whether the GPU has finished the work queued before
+        this call; found out only if the call is still open 0.3 s after `issued`, otherwise False.
     number: the call's index among all calls of its rank; -1 in a record read from the board.
-    values, result: with `launch(..., keep_values=True)`, flat lists of the numbers that the rank
+    values, result: with `launch(..., keep_values=True)`, flat lists of all numbers that the rank
         handed in, and of those that arrived; None without it, or if there are none or more than 64.
-        memory: likewise, (number of its tensor's storage, from 0 on each rank; the tensor's offset;
-        the storage's elements).
+    memory: with keep_values, of its first tensor: (number of the storage, from 0 on each rank; the
+        tensor's offset there, in elements; the storage's elements before the call or, if they came
+        by a wait() on the CPU, after it). None for a storage of more than 64 elements.
     """
 
     said: Said
     seq: int  # the number of earlier calls of this rank on this channel
     issued: float
-    # When an emulated link, or the GPU's stream, began to carry it; otherwise as `issued`.
     started: float | None = None
     done: float | None = None
     waited: float | None = None  # when the rank began to wait for it; on the CPU, the last time
@@ -141,9 +146,6 @@ class Record:
     # With `launch(..., keep_values=True)`, and not of more than 64 elements:
     values: list | None = None  # the numbers that the rank handed in
     result: list | None = None  # the numbers that arrived
-    # (number of the tensor's storage, in the order in which the rank's records first kept them; the
-    # tensor's offset in it, in elements; all the elements of the storage: before the call or, if
-    # the call fills them and wait() on the CPU noted its end, after it)
     memory: tuple[int, int, list] | None = None
     number: int = field(default=-1, compare=False)  # the number of earlier calls of its rank
     stream: str = ""  # on a GPU, the stream that carries it; `streams.py` defines the times there
@@ -161,16 +163,17 @@ class Record:
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """Return (file, line, function) of the line of the user's code that made the call."""
+        """Return (file, line, function) of the user's line that made the call, or a library's."""
         return self.file, self.line, self.function
 
     @property
     def on_stream(self) -> bool:
         """Return whether the call is on a GPU's stream and, as far as is known, hasn't ended there.
 
-        Such a call has neither `started` nor `done` until it has ended. A call on the CPU, or a
-        barrier on NCCL, has `started` from the beginning: False. A record that `ddpkit.explain`
-        makes from a flight recorder's dump never has it: True until the call is complete.
+        Such a call has neither `started` nor `done`, since both are noted only after its end. A
+        call on the CPU has `started` from the beginning, and so has a barrier on NCCL, which isn't
+        timed on the GPU: False. A record that `ddpkit.explain` makes from the dump of NCCL's flight
+        recorder never has `started`: True until it has `done`.
         """
         return self.done is None and self.started is None
 
@@ -178,17 +181,17 @@ class Record:
     def begun(self) -> float:
         """Return the time, in seconds, from which on the call was under way, as far as is known.
 
-        On a GPU this is `started`, when its stream came to the call, or `issued` as long as that
-        isn't known. On the CPU, and in records read from the board, it is `issued` in any case.
+        It is `issued` or, on a GPU, `started`, once it is known when the stream came to the call. A
+        record read from the board doesn't have its `stream`, so there it is `issued` in any case.
         """
         return (self.stream and self.started) or self.issued
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes of the call, from which an emulated link computes how long it takes.
+        """Return the bytes from which an emulated link computes how long the call takes.
 
-        For an all_gather or gather, to which each rank brings a part of `bytes` bytes, this is the
-        size of all parts together. For other operations it is `bytes`, see `Said`.
+        In an all_gather or gather, `bytes` is one rank's part, so this is the size of all parts
+        together. For other operations it is `bytes`; on a receiver of a scatter, that is one part.
         """
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
@@ -197,9 +200,10 @@ def unfitting(by_rank: dict[int, Record]) -> dict[tuple[int, int], tuple[int, in
     """Return the sizes in an all_to_all that don't match: {(sender, receiver): (sent, expected)}.
 
     Sent is the number of elements that the sender sends, expected what the receiver expects of it.
-    by_rank: {rank: its record} of one collective call. Ranks that haven't made it yet may be
-        missing. Records without `splits` (the sizes of an all_to_all) are skipped. So are pairs
-        for which a record has too few sizes: there PyTorch itself raises an error.
+    by_rank: {rank: its record} of one collective call, by ranks of the world, as in the result.
+        Ranks that haven't made it yet may be missing. Records without `splits`, of other calls than
+        an all_to_all, are skipped. So are pairs for which a record has too few sizes: there PyTorch
+        itself raises an error.
     """
     found = {}
     sized = {rank: record for rank, record in by_rank.items() if record.splits is not None}
@@ -215,8 +219,8 @@ def unfitting(by_rank: dict[int, Record]) -> dict[tuple[int, int], tuple[int, in
 class Board:
     """A memory-mapped file with one page (a part) for each rank, into which that rank writes.
 
-    The file isn't in /dev/shm: containers give little room there, and some systems have none.
-    path: the file. world_size: the number of ranks, and of pages, the same for all that open it.
+    path: the file; not in /dev/shm, where containers give little room, and which some systems lack.
+    world_size: the number of ranks, and of pages, the same for all that open it.
     create: make the file, instead of opening one that another process has made.
     """
 
@@ -231,7 +235,10 @@ class Board:
         self._times = memoryview(self._map).cast("d")
 
     def close(self):
-        """Release the memory. Then `place` gives None, `destroyed` {}; others raise ValueError."""
+        """Unmap the file in this process; it isn't deleted, and other processes keep it mapped.
+
+        From then on `place` returns None, and `destroyed` {}; other methods raise ValueError.
+        """
         self._words.release()
         self._times.release()
         self._map.close()
@@ -239,14 +246,14 @@ class Board:
     # Writing.
 
     def put(self, rank: int, index: int, record: Record):
-        """Write all fields of a new call, or again of an earlier one, into its slot on a page.
+        """Write a new call into its slot on the rank's page, or an earlier one once more.
 
-        A new call has the index `calls(rank)`; it overwrites the call 256 (SLOTS) before it. The
-        caller makes sure that an earlier one is among the rank's last 256: otherwise this would
-        overwrite the later call that has its slot now.
+        A new call has the index `calls(rank)`, which then grows by 1; it overwrites the call 256
+        (SLOTS) before it. The caller makes sure that an earlier one is among the rank's last 256:
+        otherwise this would overwrite the later call that has its slot now.
         A process that reads the slot meanwhile gets None if the call is new. If it is written
-        again, the reader gets None, or old fields beside new. Last the page's count of writes grows
-        (see `events`), so that `records` no longer returns what it read before.
+        again, the reader gets None, or old fields beside new. Last the page's count of writes
+        (`events`) grows in either case: `records`, which keeps what it has read, then reads again.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -266,7 +273,7 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write the times and flags of a call again, which is all that changes in most calls.
+        """Write a call's times and flags again; after `put`, nothing else changes in most calls.
 
         It costs less than `put`, which also pickles the values that the call has moved. The slot
         must still be this call's: the caller makes sure that it is one of the rank's last 256.
@@ -275,7 +282,7 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def _put_times(self, at: int, record: Record):
-        """Write a record's flags, such as `dropped`, and its times into a slot of the board.
+        """Write a record's times, and its flags (True or False), into a slot of the board.
 
         The time `issued` never changes, so `put` alone writes it. A time that is None becomes 0.
         at: where the slot begins, in words of 8 bytes from the beginning of the file.
@@ -294,9 +301,10 @@ class Board:
         """Mark the call in which a thread of `rank` waits, for the report of a hang.
 
         index: that of the call; None removes the mark.
-        caller: the index of the thread's mark, from 0 to 7 (CALLERS is 8). Each thread that makes
-            calls has a mark of its own; where none is free, threads share the last.
-        since: when the wait began, to be written into the call's `waited`; None leaves that alone.
+        caller: which of the rank's 8 (CALLERS) marks it is, from 0. The recorder gives each live
+            thread that makes calls one of its own; threads that find none free share the last.
+        since: the `time.perf_counter()` at which the wait began, for the field `waited` of the
+            call's record; None leaves the field alone, and must be given if `index` is None.
         """
         if since is not None and index >= self.calls(rank) - SLOTS:
             self._times[self._slot(rank, index) + _WAITED] = since
@@ -305,7 +313,8 @@ class Board:
     def set_polled(self, rank: int, index: int, now: float):
         """Note that `rank` asked whether its call `index` was complete, and that it wasn't.
 
-        A rank that asks again and again may be waiting for the call.
+        Only the latest note is kept. The report of a hang takes a rank that asked less than 1 s ago
+        for one that asks in a loop, and so may be waiting for the call.
         now: the time of asking, by `time.perf_counter()`.
         """
         self._words[rank * _PAGE + _POLLED] = index + 1
@@ -322,7 +331,7 @@ class Board:
         self._words[rank * _PAGE + _EVENTS] += 1
 
     def set_threads(self, rank: int, threads: int):
-        """Note how many threads of `rank` make calls: if fewer wait, the rank may still go on."""
+        """Write how many live threads of `rank` have made calls; if fewer wait, it isn't stuck."""
         self._words[rank * _PAGE + _THREADS] = threads
 
     def set_place(self, rank: int, place: tuple | None):
@@ -334,10 +343,10 @@ class Board:
         self._set_note(rank, _PLACE, place)
 
     def set_destroyed(self, rank: int, places: dict[str, tuple]) -> dict[str, tuple]:
-        """Note which groups `rank` has destroyed, and on which lines; return those that are noted.
+        """Note all groups that `rank` has destroyed, and on which lines; return those that fitted.
 
-        places: {name of the group, as in channels: (file, line, function, via)}, the oldest first.
-            If the note has no room for all, the oldest are left out.
+        places: {name of the group, such as "0#1": (file, line, function, via)}, in the order in
+            which they were destroyed. If the note has no room for all, the first are left out.
         """
         while not self._set_note(rank, _DESTROYED, places):
             places = dict(list(places.items())[1:])
@@ -358,24 +367,24 @@ class Board:
     # Reading, from any process, at any time.
 
     def calls(self, rank: int) -> int:
-        """Return how many calls `rank` has made; the board keeps only the last 256 (SLOTS)."""
+        """Return how many calls `rank` has written in all; the last 256 (SLOTS) can be read."""
         return self._get(rank, _CALLS)
 
     def events(self) -> list[int]:
-        """Return for each rank how often it has written to the board; its progress shows there.
+        """Return for each rank a count of what it has written, which grows as the rank gets on.
 
-        It counts a call when it is made, and again when its record changes, such as at its end. It
-        counts states (`set_state`) and destroyed groups, but not that the program begins to wait or
-        asks whether a call is complete. If a rank's count is the same at two moments, it has made
-        no call in between, and noted none as complete.
+        It grows by one when a call is made, when a call's record changes, such as at its end, when
+        `set_state` is called and when a group is destroyed. It doesn't when the program begins to
+        wait, asks whether a call is complete or reaches another line. If it is the same at two
+        moments, the rank has made no call in between, and noted none as complete.
         """
         return [self._get(rank, _EVENTS) for rank in range(self.world_size)]
 
     def waiting(self, rank: int) -> list[int]:
         """Return the indices of the calls in which threads of `rank` are marked as waiting.
 
-        Indices count all calls of `rank`, and can be passed to `record`. A call may be complete:
-        its mark stays until the thread waits again.
+        Indices count all calls of `rank`, and can be passed to `record`. The record's `done` says
+        whether the wait is over: the mark of a complete call stays until the thread waits again.
         """
         marks = (self._get(rank, _WAITING + caller) for caller in range(CALLERS))
         return [mark - 1 for mark in marks if mark]
@@ -384,29 +393,31 @@ class Board:
         """Return (index of the call, time) of the last poll that found a call incomplete, or None.
 
         In a poll, `rank` asks whether a call is complete, as by `handle.is_completed()`. The index
-        is that among all calls of `rank`, from 0; the time, its machine's `time.perf_counter()`.
+        counts all its calls, from 0. The time is its machine's `time.perf_counter()` at the poll.
         """
         index = self._get(rank, _POLLED) - 1
         return (index, self._times[rank * _PAGE + _POLLED_AT]) if index >= 0 else None
 
     def place(self, rank: int) -> tuple | None:
-        """Return the line that the main thread of `rank` was on when this was last noted, or None.
+        """Return (file, line, function, via), the user's line that `rank` noted last, or None.
 
-        It is the (file, line, function, via) that `set_place` was given.
+        It is where the main thread was at the last `set_place`. None: none is noted, as in a
+        rank that `launch` started, or the note can't be read.
         """
         return self._note(rank, _PLACE)
 
     def destroyed(self, rank: int) -> dict[str, tuple]:
-        """Return the groups that `rank` has destroyed, and by which lines.
+        """Return the groups that `rank` has destroyed, and by which lines of the user's code.
 
-        It is {name, as in channels: (file, line, function, via)}; {} if no note can be read.
+        It is {name, such as "0#1": (file, line, function, via)}; {} if none can be read.
         """
         return self._note(rank, _DESTROYED) or {}
 
     def _note(self, rank: int, at: int) -> object:
-        """Return the object pickled in the note at word `at` of a page; None if it can't be read.
+        """Return the object pickled in the note at word `at` of the page of `rank`, or None.
 
-        A note can't be read before it is written, nor usually while it is being written.
+        None: the note isn't written yet, or is just being written. Very rarely pickle doesn't fail
+        then, and the object is a mixture of the old note and the new.
         """
         start = (rank * _PAGE + at) * _WORD
         try:
@@ -415,18 +426,18 @@ class Board:
             return None
 
     def state(self, rank: int) -> int:
-        """Return the state of `rank`, as `set_state` wrote it: RUNNING, say; STARTING at first."""
+        """Return the state that `rank` set last, such as RUNNING; STARTING until it has set one."""
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:
-        """Return how many threads of `rank` make calls, as `set_threads` noted last; 0 at first."""
+        """Return how many live threads of `rank` have made calls, by `set_threads`; 0 at first."""
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
         """Return the record of one call of `rank`, or None if it can't be read.
 
-        A call can't be read before it is made, while it is being written, or once 256 (SLOTS) more
-        have come. The fields `waits`, `number` and `stream` aren't on the board, and have defaults.
+        None: the rank hasn't written it yet, is just writing it, or has made 256 (SLOTS) calls
+        since. The fields `waits`, `number` and `stream` aren't on the board, and have defaults.
         """
         if not max(0, self.calls(rank) - SLOTS) <= index < self.calls(rank):
             return None
@@ -450,9 +461,9 @@ class Board:
     def records(self, rank: int) -> list[Record]:
         """Return the records of the last calls of `rank`, at most 256 (SLOTS), oldest first.
 
-        A call that is being written is left out. The list is cached until the rank writes or waits
-        again, since reading 256 calls takes milliseconds, and the launcher asks several times a
-        second.
+        A call that is being written is left out. The records are cached until the page's `events`
+        or `waiting` change, since reading 256 calls takes milliseconds, and the launcher asks
+        several times a second.
         """
         written = self._get(rank, _EVENTS), self.waiting(rank)
         if rank not in self._read or self._read[rank][0] != written:
@@ -462,10 +473,10 @@ class Board:
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
-        """Find a call of `rank` by its channel: return (its index, the hash of its fingerprint).
+        """Find a rank's call by channel and number: return (index, hash of fingerprint), or None.
 
-        The index is that of the call among all calls of `rank`, from 0. None: it hasn't been made
-        yet, or 255 calls came after it, so that it may be overwritten.
+        The index is that of the call among all calls of `rank`, from 0; the hash is by `hash32`.
+        None: it isn't made yet, or 255 calls or more came after it, and the next may overwrite it.
         channel: `hash32` of the channel's name, such as "0#1" (see the module). seq: how many calls
             `rank` made on that channel before this one.
         """
@@ -480,14 +491,14 @@ class Board:
         return None
 
     def page(self, rank: int) -> bytes:
-        """Return a copy (bytes) of all that `rank` has written, for a board on another machine."""
+        """Return a copy of the whole page of `rank`, for `set_page` of another machine's board."""
         return self._map[rank * _PAGE * _WORD : (rank + 1) * _PAGE * _WORD]
 
     def set_page(self, rank: int, page: bytes):
         """Write the page of another machine's rank into this board, in place of the old one.
 
         page: the bytes that the method `page` returned on that machine. The counts are written
-            last, so that `records` reads again only once the calls are there.
+            last: `records` reads a page again when they change, and needs the calls by then.
         """
         start = rank * _PAGE * _WORD
         head = _HEAD * _WORD
@@ -495,13 +506,13 @@ class Board:
         self._map[start : start + head] = page[:head]  # last, since it holds the count of events
 
     def _slot(self, rank: int, index: int) -> int:
-        """Return where on the board, in words of 8 bytes, a rank's call number `index` is kept."""
+        """Return where the slot of a rank's call `index` begins, in words from the file's start."""
         return rank * _PAGE + _HEAD + index % SLOTS * _SLOT
 
     def _get(self, rank: int, field: int) -> int:
-        """Return one of the whole numbers that begin a rank's part of the board.
+        """Return one of the single words, each an int, with which a rank's page begins.
 
-        field: its position there, such as _CALLS (0), in words of 8 bytes.
+        field: its position there, such as _CALLS (0), in words.
         """
         return self._words[rank * _PAGE + field]
 
@@ -526,13 +537,13 @@ def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """Pickle the fields of a call, shortened if they are too long for a slot of the board.
 
     If they fit, nothing is changed. Otherwise `ranks` becomes a range or, if they aren't equally
-    spaced, 2 bytes for each; `Board.record` undoes this. If that isn't enough, one field after the
-    other is shortened until all fit, beginning with those that a report of a hang needs least
-    (_SPARE): memory, result, values and splits become None, the texts amid, via, fingerprint,
-    detail, file and group are cut after 80 characters. If even that isn't enough, as for 900 ranks
-    that aren't equally spaced, the pickle is cut where the slot ends, and `Board.record` returns
-    None.
-    said: the call's fields, except those in `kept`. kept: its record's (values, result, memory).
+    spaced, 2 bytes for each; `Board.record` undoes this. If that isn't enough, fields are shortened
+    in the order of _SPARED until all fit in 1,976 bytes, first those that a report of a hang needs
+    least: `memory`, `result`, `values` and `splits` become None, texts (`amid`, `via`, `detail`,
+    `fingerprint`, `file`, `group`) are cut after 80 characters. If even that isn't enough, as for
+    900 ranks that aren't equally spaced, the pickle is cut there, and `Board.record` returns None.
+    said: the call's description. kept: the (values, result, memory) of its `Record`, which follow
+        in the pickle; by default three Nones, as in a launch without keep_values.
     """
     room = (_SLOT - _TEXT) * _WORD
     fields = [*_all_said(said), *kept]
@@ -550,11 +561,11 @@ def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
 
 
 def _packed(ranks: tuple[int, ...]) -> range | bytes:
-    """Return ranks in little room: as a range if they are equally spaced, or 2 bytes for each."""
+    """Return a group's ranks, to save room in a slot, as a range if equally spaced, or as bytes."""
     return equally_spaced(ranks) or array("H", ranks).tobytes()
 
 
 @lru_cache(4096)  # a cluster's many calls share a few groups
 def _unpacked(ranks: range | bytes) -> tuple[int, ...]:
-    """Return the ranks, given the range, or the 2 bytes for each, that `_packed` made of them."""
+    """Return the tuple of ranks of which `_packed` made a range, or bytes, 2 for each rank."""
     return tuple(array("H", ranks) if isinstance(ranks, bytes) else ranks)

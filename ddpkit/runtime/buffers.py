@@ -1,9 +1,11 @@
 """Find calls whose tensor is changed while it is being sent: `launch(..., check_buffers=True)`.
 
 An asynchronous collective or send may read its tensor at any time until it has been waited for. A
-program that writes into the tensor before that may send a mixture of old and new numbers, another
-one in every run, without an error. So a checksum of the tensor is taken when the call is made, and
-compared when the handle finds the call complete.
+program that writes into the tensor before that may send a mixture of old and new numbers, without
+an error, and a different one in every run. So a checksum of what a call sends is taken when it is
+made. When the call's handle finds it complete, as in wait(), an error is raised if the checksum has
+changed. An all_reduce or reduce, which overwrites its input, works on a copy. Only tensors on the
+CPU are checked.
 """
 
 import ctypes
@@ -28,19 +30,21 @@ class CheckedGroup(WireGroup):
 
     If one was changed, the handle raises an error, see `CheckedWork`. Otherwise it does what a
     `WireGroup` does: record each call, and pass it to the real group. It doesn't check collectives
-    that block, or tensors on a GPU. An input that shares the output's storage is checked only where
-    the call itself doesn't change it, as in an all_gather or at a broadcast's root, and in an
-    all_reduce or reduce: there Gloo works on a copy, which the handle copies back in the end.
+    that block, or tensors on a GPU. An input that shares the output's storage can be checked where
+    the call leaves it unchanged: in an all_gather, or at a broadcast's root. In an all_reduce or
+    reduce, this class gives Gloo a copy; the handle copies the result into the tensor when it finds
+    the call complete. In other calls such an input isn't checked.
     """
 
     def _collective(self, op, method, args, sent, arriving):
         """Make a collective; return its handle, a `CheckedWork` if the tensors can be checked.
 
-        A call that blocks (`asyncOp` is False in its options) isn't checked, and returns what
-        `WireGroup` does: None or, with an emulated link, a handle on which the caller waits.
+        Otherwise return what `WireGroup` does. A call that blocks (`asyncOp` is False in its
+        options) isn't checked: this gives None or, if the launch emulates a slow network, a handle
+        on which torch.distributed waits before it returns to the program.
         op: the name that the record has, such as "all_reduce". method, args: the real group's
-        method, by name, and its arguments. sent: the tensors that the call reads. arriving: those
-        that it fills, the same list if in place.
+        method, by name, and its arguments, the options last. sent: the tensors that the call reads.
+        arriving: those that it fills, the same list if in place.
         """
         watched = sent
         if sent is arriving and not self._reads(op, args[-1]):
@@ -59,10 +63,10 @@ class CheckedGroup(WireGroup):
         return CheckedWork(super()._collective(op, method, args, sent, arriving), check)
 
     def _reads(self, op: str, opts) -> bool:
-        """Return whether this rank sends the contents of the tensor that takes the result.
+        """Return whether this rank sends a tensor that is the call's input and output in one.
 
-        In an all_reduce or reduce every rank does, in a broadcast its root, in other calls none.
-        opts: torch's options of the call.
+        It does in an all_reduce or reduce, and as the root of a broadcast; otherwise return False.
+        op: torch.distributed's name, such as "all_reduce". opts: torch's options of the call.
         """
         return op in IN_PLACE or (op == "broadcast" and opts.rootRank == self.rank())
 
@@ -75,10 +79,11 @@ class CheckedGroup(WireGroup):
 class _Check:
     """The tensors that a call sends, with their checksum at the time of the call.
 
-    rank: this rank's number in the world, for the error. tensors: on the CPU; kept, not copied.
-    result: empty, except in an all_reduce or reduce, which overwrites its input: Gloo then works on
-        copies of the tensors, so that only the user's code can change the tensors themselves. The
-        caller puts the copies here, and `end` copies the result back.
+    Once the call is complete, `end` compares the checksum with a new one.
+    rank: this rank's number, for the error. tensors: must be on the CPU; they aren't copied.
+    result: an attribute, at first []. An all_reduce or reduce overwrites its input: the caller
+        lets Gloo work on copies, so that only the user's code can change the tensors themselves,
+        and puts the copies here. In the end they hold the result; `end` copies it into `tensors`.
     """
 
     def __init__(self, rank: int, tensors: Sequence[torch.Tensor]):
@@ -89,11 +94,10 @@ class _Check:
         self._over = False
 
     def end(self, record: Record) -> None:
-        """Check that the tensors weren't changed, then copy the result into them.
+        """Raise ValueError if the tensors were changed; otherwise copy `result` into them, if any.
 
         It is called when the call has completed. A second time it does nothing.
-        record: that of the call, for the message.
-        ValueError: they were changed; call wait() on the handle before changing them.
+        record: the call's record, from which the error names the operation and the user's line.
         """
         if self._over:
             return
@@ -108,9 +112,10 @@ class _Check:
 
 @uncompiled
 class CheckedWork(Work):
-    """A handle of a call that checks the call's tensors once, when it finds the call complete.
+    """A call's handle, which checks the call's tensors once, when it first finds the call complete.
 
-    If they were changed, wait() or is_completed() raises ValueError, or the future RuntimeError.
+    If they were changed, wait() or is_completed() raises ValueError; if the future of get_future()
+    finds it complete, that fails with RuntimeError, as torch's futures do.
     work: the recorded call's handle, which this one wraps. check: the tensors, with a checksum.
     """
 
@@ -148,7 +153,7 @@ class CheckedWork(Work):
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether there are tensors, and none of them is on a GPU."""
+    """Return whether tensors can be checked: there is at least one, and none is on a GPU."""
     return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 

@@ -24,7 +24,7 @@ LONG_S = 1.0  # after which a warning says how long copying took
 def pickle_call(fn, args: tuple, kwargs: dict) -> bytes:
     """Return (fn, args, kwargs) pickled, with the globals and closure variables that `fn` uses.
 
-    Of a function that can be imported only the name is pickled. Warn if the result is larger than
+    A function that can be imported is pickled as just its name. Warn if the result is larger than
     10 MB (LARGE_BYTES), since every rank gets a copy, and name what is large in it.
     ValueError: an argument, a variable or `fn` can't be pickled; the message names it.
     """
@@ -63,9 +63,9 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor to the current GPU, in place, and return it; without a GPU, leave it.
+    """Move a tensor to the current GPU and return it; in a rank on the CPU, leave it there.
 
-    It is called when a tensor is unpickled in a rank.
+    It is called when a rank unpickles a tensor that was on a GPU. A Parameter stays a Parameter.
     """
     if torch.cuda.is_available():
         tensor.data = tensor.data.cuda()
@@ -75,8 +75,8 @@ def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 class _Pickler(cloudpickle.Pickler):
     """A pickler of function calls; tensors that are on a GPU here arrive on the rank's own GPU.
 
-    They are pickled as copies on the CPU, which `_on_gpu` moves in the rank: its GPU may be another
-    than this process's, and without one they stay on the CPU.
+    They are pickled as copies on the CPU, because the rank may have another GPU than this process.
+    In the rank, `_on_gpu` moves them to its GPU; if it has none, they stay on the CPU.
     Modules that have a class of their own, such as torch.backends.cudnn, are pickled by name, since
     cloudpickle does that only for plain modules.
     """
@@ -91,20 +91,20 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _dumps(value) -> bytes:
-    """Return `value` pickled; of its tensors, those on a GPU here arrive on the rank's own GPU."""
+    """Return `value` pickled for a rank; tensors on a GPU of this process will be on the rank's."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
 
 
 def _used(fn) -> dict[str, object]:
-    """Return {name: value} of the globals and closure variables that `fn` uses, for messages.
+    """Return {name: value} of the globals and closure variables that `fn` uses.
 
-    The messages name what can't be pickled or is large; what is missing here is pickled all the
-    same. For a method, its object is added as "the object whose method it is"; for a
-    functools.partial, its arguments, as "argument 0 of partial" for example. Variables that only a
-    function inside `fn` uses may be missing. All variables are left out if a closure variable has
-    no value yet, or if `fn` isn't a Python function.
+    Errors and warnings find here the name of what can't be pickled or is large; a variable that is
+    missing here is still pickled. For a method, its object is added as "the object whose method it
+    is"; for a functools.partial, its arguments, as "argument 0 of partial" for example. Variables
+    that only a function inside `fn` uses may be missing. All are left out if a closure variable has
+    no value yet, or if the function (that of a method or partial) isn't written in Python.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
@@ -125,7 +125,7 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
 
     Return it in words: "argument 0", "the variable 'lock' that the function uses", or the repr of
     `fn` if each of them can be pickled.
-    arguments: {the name of each, for the message: its value}. They are tried before the variables.
+    arguments: {words for each, such as "argument 0": its value}, tried before the variables.
     """
     used = {}
     for name, value in _used(fn).items():
@@ -140,10 +140,11 @@ def _unpicklable(fn, arguments: dict[str, object]) -> str:
 
 
 def _warn_large(fn, arguments: dict[str, object], nbytes: int, seconds: float):
-    """Warn that every rank gets a copy of `nbytes`, and name the parts that are larger than 10 MB.
+    """Warn that a call of `fn` is large: its pickle has `nbytes` bytes, and every rank gets a copy.
 
-    arguments: {the name of each, for the message: its value}. seconds: how long the pickling took,
-    which is mentioned if it is more than a second.
+    Name its arguments, globals and closure variables of over 10 MB or, without any, `fn`.
+    arguments: {words for each, such as "argument 0": its value}. seconds: how long the pickling
+    took, which is mentioned if it is more than a second.
     """
     large = []
     for name, value in (_used(fn) | arguments).items():
@@ -171,7 +172,7 @@ class _Counter(io.RawIOBase):
 def _pickled_bytes(value) -> int:
     """Return the size of `value` pickled, in bytes, without keeping the pickle.
 
-    If it can't be pickled, this is what was written before the error.
+    If it can't be pickled, return the number of bytes that were written before the error.
     """
     counter = _Counter()
     with contextlib.suppress(Exception):

@@ -2,9 +2,10 @@
 
 The fork server is the process from which multiprocessing forks every rank, after it has imported
 torch and ddpkit. Importing this module acts at once. It empties caches of torch._dynamo, if that is
-loaded, so that no rank has to. It exempts all objects that exist by now from garbage collection: a
-collection in a rank would write to them, and thereby copy the memory that rank and server share.
-And it asks the kernel for huge pages.
+loaded: otherwise init_process_group would empty full ones in each rank. It exempts all objects that
+exist by now from garbage collection: a collection in a rank would write to them, and thereby copy
+the memory that rank and server share. And it asks the kernel to move the memory in use into huge
+pages, so that a fork has fewer page table entries to copy.
 """
 
 import atexit

@@ -1,12 +1,14 @@
 """Tabulate the ranks' last calls side by side, with a mark where they first differ.
 
-A call is a collective call, a send or a receive. A look holds each rank's last calls, as read from
-the board, the file that all ranks share. A channel is a group, or the messages with one tag from
-one member to another. Tables and lists become part of the report of a hang.
+A call is a collective call, a send, a receive, or the making of a group (new_group). A look holds
+each rank's last calls, as read from the board, the file that all ranks share. The board keeps each
+rank's last 256 and has forgotten earlier ones. A channel is a group, or the messages with one tag
+from one member to another. The tables become part of the report of a hang.
 
-The argument `texts` of several functions is {rank: {number of a call, from 1: its text}}. In a
-table of one channel the number counts the rank's calls on that channel, otherwise all of its calls
-but finished new_groups. A rank's oldest calls may be missing, since the board keeps its last 256.
+The argument `texts` of several functions is {rank: {number: text}}, with a text for each call that
+the board still has. Numbers count from 1: in a table of one channel a rank's calls on that channel,
+otherwise all of its calls. A finished new_group is left out there, without text or number: a rank
+makes only its own groups, so the numbers of equal calls would differ between ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,11 @@ def last_calls(
 ) -> Iterator[str]:
     """Yield the lines of a report's table of last calls, with a mark (≠) where ranks first differ.
 
-    The table holds the calls on the channel of `guilty` (a group, or the messages with one tag from
-    one member to another). Below it stand each rank's last two calls on other channels, which may
-    rightly differ. It holds the calls of all groups instead if `guilty` is None, if fewer than two
-    of `ranks` take part in it, or if it is a receive from any sender that has got no message.
+    The table holds the calls on the channel of `guilty`. Collectives differ in operation, size and
+    the like, a message's send and receive in size or dtype. Below the table stand each rank's last
+    two calls on other channels, which may rightly differ. If `guilty` is None, a receive from any
+    sender that has got no message, or a call in which fewer than two of `ranks` take part, a table
+    or a list of the calls on all channels is yielded instead.
 
     ranks: the ranks to show. guilty: the record of the call to blame for the hang, or None.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
@@ -67,9 +70,10 @@ def last_calls(
 
 
 def _title(call: Record) -> str:
-    """Return the noun for the table's title, such as 'messages from rank 0 to rank 1'.
+    """Return what a table of one channel lists, for its title, such as 'calls in group [0, 2]'.
 
-    call: any call that the table holds; they all are on the same channel.
+    In the world it is 'calls in the world', for messages 'messages from rank 0 to rank 1', without
+    the tag. call: any call in the table.
     """
     if call.op in MESSAGES:
         return f"messages from rank {call.ranks[0]} to rank {call.ranks[1]}"
@@ -77,11 +81,11 @@ def _title(call: Record) -> str:
 
 
 def _without_group(record: Record) -> str:
-    """Return the text of a call without its group, which is the same for the whole table.
+    """Return the text of a call without the group, since the whole table is of one group.
 
     For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. The
-    group is recognized by `record.ranks`, its members. But for a send, or a receive from a named
-    rank, these are only (sender, receiver): its group stays, unless it is just [sender, receiver].
+    group is left out if it equals `record.ranks`, its members. But for a send, or a receive from a
+    named rank, these are only (sender, receiver): it stays, unless it is just those, in this order.
     """
     group = name_group(record.ranks)
     detail = record.detail.removesuffix(group).removesuffix(", ")
@@ -89,12 +93,11 @@ def _without_group(record: Record) -> str:
 
 
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
-    """Yield the lines that show the last calls of `ranks` in all groups.
+    """Yield the lines that show the last calls of `ranks` on all channels.
 
-    If the n-th calls of all `ranks` should be the same (`_comparable`), this is a table, with a
-    mark where they first differ if `stuck`. Otherwise they may rightly differ. Then it is a table
-    without a mark or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's
-    last calls.
+    If the n-th calls of all `ranks` should be equal (`_comparable`), this is a table; if `stuck`,
+    with a mark where the calls first differ. If they may rightly differ, this is a table without a
+    mark or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's last 5.
     ranks: those to show; the look holds the calls of all.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late, and nothing is marked.
@@ -112,13 +115,12 @@ def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Itera
 
 
 def _comparable(look: Look, ranks: Sequence[int]) -> bool:
-    """Return whether the n-th calls of all `ranks` should be the same, so that they are comparable.
+    """Return whether the n-th calls of `ranks` can be compared, since they ought to be the same.
 
-    The calls that the board has of them, except new_group, must all be collectives of groups to
-    which all of `ranks` belong. And if it has forgotten any call of them, those that it has must be
-    on the same set of channels on every rank. A rank's n-th call is the one at place n among all
-    that it has made, but a forgotten call counts only if the board has a later one on its channel.
-    So without this condition, the n-th calls of two ranks may not belong together.
+    There are two conditions, which leave new_groups aside. All calls that the board has of these
+    ranks are collectives of groups to which all of them belong. If it has forgotten any of their
+    calls, those that it has are on the same set of channels on every rank: forgotten calls on a
+    channel can be counted only by a later call there; without it, a rank's numbers are too low.
     """
     channels = set()
     forgotten = 0
@@ -135,7 +137,8 @@ def _comparable(look: Look, ranks: Sequence[int]) -> bool:
 def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
     """Yield a line for each set of ranks with equal calls: 'rank 2: 7 barrier(), 8 barrier()'.
 
-    It shows the last 5 (`LAST_CALLS`) of each rank, after their numbers, or 'no call'.
+    Compared and shown are the last 5 (`LAST_CALLS`) of each rank, every call after its number, or
+    'no call' for a rank without calls in `texts`.
     world_size: the number of all ranks, so that a line can begin 'all but rank 3'.
     """
     ranks_by_calls: dict[str, list[int]] = {}
@@ -147,22 +150,22 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the first number from which on no rank's call has been forgotten, 1 if none was."""
+    """Return the lowest number from which on no rank's call is forgotten; 1 if no call is."""
     return max(min(column, default=1) for column in texts.values())
 
 
 def _newest(texts: Columns) -> int:
-    """Return the number of the latest call that any rank has made, or 0 if there are no calls."""
+    """Return the highest number of a call in `texts`, over all ranks; 0 if there are no calls."""
     return max((number for column in texts.values() for number in column), default=0)
 
 
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
     """Return the number of the first call whose text differs between ranks, or None if none does.
 
-    texts: see the module; `last_calls` passes fingerprints instead, which hold only what must be
-        the same on all ranks. Numbers that the board has forgotten of some rank are skipped.
-    stuck: True if a rank that lacks a call differs from those that made it; False if it may be
-        late.
+    texts: see the module; here they hold only what must be the same on all ranks. Numbers below
+        the lowest one of any rank are skipped: the board has forgotten a call there.
+    stuck: whether a rank that lacks a call differs from those that made it. False: it doesn't,
+        since it may only be late.
     """
     for number in range(_oldest(texts), _newest(texts) + 1):
         different = {column.get(number) for column in texts.values()}
@@ -176,14 +179,13 @@ def _first_difference(texts: Columns, stuck: bool) -> int | None:
 def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> Iterator[str]:
     """Yield the lines of a table: a row for each call, a column for ranks that made the same calls.
 
-    what: the noun for the title, such as 'calls in the world'.
-    differs: the number of the call to mark with ≠, or None. There are up to 5 rows (`LAST_CALLS`):
-        without a mark, the last calls; with one, that call, the 3 before it and the next or, where
-        some of these are missing, the nearest 5. Calls that the board has forgotten of a rank have
-        no row.
+    There are up to 5 rows (`LAST_CALLS`): without a mark, the last calls; with one, its call, the 3
+    before it and the next or, near an end, the nearest 5. A call that the board has forgotten of
+    one rank has no row, even if it is there of others. '-' means that a rank hasn't made the call.
+    If the table is wider than 72 characters, each of its columns is written as a line instead.
+    what: what it lists, for the title, such as 'calls in the world'.
+    differs: the number of the call to mark with ≠, or None.
     world_size: the number of all ranks, so that those of a column can be called 'all but rank 3'.
-    A rank that lacks a call has '-' in its row. If the table is wider than 70 characters, each of
-    its columns is written as a line instead.
     """
     last = _newest(texts)
     if last == 0:
@@ -213,7 +215,10 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 
 
 def _must_agree(record: Record) -> str:
-    """Return what must be the same in calls that belong together, as a text."""
+    """Return what ranks must agree in, to compare it, such as "world all_reduce 8 float32 sum".
+
+    Records are of collectives, or of an unfinished new_group: of that it has the whole call.
+    """
     return f"{record.group} {record.fingerprint or record.call}"
 
 
@@ -222,11 +227,11 @@ def numbered_calls(
 ) -> dict[int, str]:
     """Return the texts of the calls of `rank` that are still on the board: {number, from 1: text}.
 
-    A rank's calls are numbered in the order in which it made them, without complete new_groups.
-    Calls that the board has forgotten count as well: after 40 of them, the first text has number
-    41. The oldest call that is left of a channel shows how many came before it there. If none is
-    left of a channel, its calls aren't counted: the numbers are too low, and may not match those of
-    other ranks.
+    A rank's calls are numbered in the order in which it made them; finished new_groups are left out
+    (see the module). Calls that the board has forgotten count as well: after 40 of them, the first
+    text has number 41. How many are forgotten is known for each channel from the number of the
+    oldest call that is left there. Calls of a channel of which none is left aren't counted: then
+    the numbers are too low, and may not match those of other ranks.
     say: returns a call's text.
     """
     records = [r for r in look.records[rank] if r.op != "new_group" or r.done is None]

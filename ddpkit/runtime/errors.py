@@ -29,10 +29,10 @@ class LaunchError(RuntimeError):
 
     @property
     def run(self):
-        """Return a `Run`, as `launch` would have, with what there is: outputs and records.
+        """Return a `Run`, such as `launch` returns, with this error's `output` and `wire`.
 
-        Every result in it is None, and the seconds are NaN. `error.run.trace(path)` writes the
-        ranks' calls on a time axis, for https://ui.perfetto.dev.
+        Every result in it is None, even of a rank that finished, and the seconds are NaN.
+        `error.run.trace(path)` writes the calls on a time axis, for https://ui.perfetto.dev.
         """
         from .run import Run
 

@@ -1,8 +1,8 @@
-"""Find out how a rank's process ended: its exit code, the line that called `os._exit`, SIGTERM.
+"""Find out how a rank ended: its exit code, the line of its `os._exit`, where it was at SIGTERM.
 
 `os._exit` leaves no traceback, so that line is written to a file before the process ends. SIGTERM,
-for example from a scheduler, wakes a thread, which reports where the process was and then ends it:
-the main thread may be in a call of C++ that never returns.
+for example from a scheduler, wakes a thread, which reports where the process was and then ends it.
+A handler alone would run in the main thread, which may be in a call of C++ that never returns.
 """
 
 import contextlib
@@ -61,13 +61,13 @@ def noted_exit(folder: Path, rank: int) -> tuple[int, tuple[str, int, str]] | No
 
 
 def end_child(pid: int, error: BaseException | None = None) -> None:
-    """End this process if it isn't the rank, but a child that the user's code has forked there.
+    """End this process if it isn't the rank, but a child that the user's code has forked from it.
 
-    Otherwise a child that leaves the user's code, perhaps by sys.exit, would report in the rank's
-    name. It ends at once, without atexit functions: Python's own way may wait for threads of torch,
-    which it doesn't have.
+    Without this, a child that leaves the user's code, perhaps by sys.exit, would go on as the rank
+    does, and report in its name. The child flushes its files and ends, without atexit functions: a
+    usual end of Python may wait for threads of torch, which a forked child doesn't have.
     pid: the rank's process id. error: the exception that ended the user's code, which decides on
-        the exit code as in Python, and is printed unless it is a SystemExit; None: it has returned.
+        the exit code as in Python, and is printed unless it is a SystemExit; None: there is none.
     """
     if os.getpid() == pid:
         return
@@ -103,13 +103,13 @@ def watch_exits(
     """Start a thread that calls note(rank, exit code) when one of `ranks` ends; on Linux only.
 
     ranks: the ranks of this machine whose exit codes are wanted.
-    pid_of(rank): the rank's process id, or 0 as long as it isn't known.
-    note: is called in the thread, with a negative code if a signal ended the rank.
+    pid_of(rank): the rank's process id, or 0 as long as it isn't known; then it is asked again.
+    note: is called in the thread, with a negative code if a signal ended the rank. Rarely a code is
+        lost, and `note` isn't called.
     The ranks are children of torchrun, not of this process, so their exit codes are read from
-    /proc, where they stand until torchrun reaps them, by default at most 0.1 s later. A pidfd, a
-    file descriptor that becomes readable when its process ends, wakes the thread in time as a rule.
-    If it doesn't, the code is lost and `note` isn't called. Where there is no `os.pidfd_open`,
-    nothing is started.
+    /proc, which has a code until torchrun reaps the process, by default at most 0.1 s after its
+    end. A pidfd, a file descriptor that becomes readable when its process ends, wakes the thread in
+    time as a rule. Where there is no `os.pidfd_open`, nothing is started.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -139,11 +139,12 @@ def watch_exits(
 def answer_sigterm(answer: Callable[[], None]) -> None:
     """Have a thread call `answer` when SIGTERM arrives, even if the main thread is blocked in C++.
 
-    answer: has to end the process, because the signal's handler blocks the main thread for ever, so
-        that the script can't go on. A thread calls it, since no Python handler runs during C++.
+    answer: has to end the process: the signal's handler blocks the main thread for ever, to keep
+        the script from going on. A thread calls it, which Python's wakeup descriptor wakes even
+        during C++, when no handler runs.
     A handler that the script set before, or sets later, is kept, and then `answer` isn't called.
     Forked children get the default handler back, so that SIGTERM still ends a DataLoader's worker.
-    Nothing happens on Windows, if the caller isn't the main thread, or if SIGTERM is ignored.
+    This function does nothing on Windows, outside the main thread, or if SIGTERM is ignored.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     if os.name != "posix" or not on_main_thread:
@@ -152,7 +153,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Handle SIGTERM: wake the thread that ends the process, and block until it has done so."""
+        """Handle SIGTERM: wake the thread that ends the process, if need be; never return."""
         os.write(written, bytes([signal.SIGTERM]))  # asyncio may have taken the wakeup's place
         threading.Event().wait()
 

@@ -1,8 +1,9 @@
 """Explain how ranks failed: which one failed first, on which line, and what the others did.
 
-A rank falls if it raises an exception, exits in the middle of its work, or is killed. How it fell
-is a `Failure`, with the exception's class, message and frames, or an exit code. A `Look` is the
-state of all ranks at one moment, as they wrote it on the board, a file that they share.
+A rank falls if it raises an exception, exits in the middle of its work, or is killed. How it fell,
+a `Fall`, is either a `Failure` (the exception's class, message and frames) or, without an
+exception, an exit code. A `Look` is the state of all ranks at one moment, as they wrote it on the
+board, a file that they share.
 """
 
 import os
@@ -87,8 +88,8 @@ MEANS = {  # {part of an error of Python's or torch's: what it means in a rank}
 class Failure:
     """The failure of a rank that raised an exception, as data that can be sent to the launcher.
 
-    The exception itself may not pickle. kind: the name of its class. message: its text, with notes
-    and cause. frames: (file, line, function) of its traceback, outermost first.
+    Not every exception can be pickled. kind: the name of the exception's class. message: its text,
+    with notes and cause. frames: (file, line, function) of its traceback, outermost first.
     at: the `time.perf_counter()` when it was caught.
     """
 
@@ -102,9 +103,9 @@ Fall = Failure | int  # an exit code is negative if a signal ended the rank: -9
 
 
 def _text_of(thing, how: Callable = str) -> str:
-    """Return how(thing) or, if that raises, a text which says so and names the error's class.
+    """Return how(thing) or, if that raises, a text which says so and names what class it raised.
 
-    thing: an exception or what sys.exit was given, so its class may be the user's.
+    thing: an exception or what sys.exit was given; a class of the user's may have a wrong __str__.
     how: str or repr.
     """
     try:
@@ -116,11 +117,12 @@ def _text_of(thing, how: Callable = str) -> str:
 def failure(error: BaseException) -> Failure:
     """Return an exception as a `Failure`: its class, its message, the frames of its traceback.
 
-    The message has the exception's notes and its `__cause__` at its end. For SystemExit it says
-    which sys.exit(...) was called. For a SyntaxError in a file, notes and cause are left out, and
-    the only frame is the line that can't be parsed. Frames of ddpkit.runtime are left out, and
-    those of modules that set `__tracebackhide__`, as ddpkit's exercises do. `at` is the present
-    `time.perf_counter()`, by which `first_to_fall` finds out which rank failed first.
+    The message has the exception's notes and its `__cause__` at its end. For SystemExit it begins
+    "sys.exit(3) was called". For a SyntaxError in a file, notes and cause are left out, and the
+    only frame is the line that can't be parsed. Frames of ddpkit.runtime are left out, and those of
+    modules that set `__tracebackhide__`, as ddpkit's exercises do. Call this as soon as the error
+    is caught: `at` is the time of this call, by which `first_to_fall` finds out which rank failed
+    first. All ranks of a machine share its clock, `time.perf_counter()`.
     """
     message = _text_of(error)
     if isinstance(error, SystemExit):
@@ -143,10 +145,11 @@ def failure(error: BaseException) -> Failure:
 def first_to_fall(fallen: dict[int, Fall]) -> tuple[int, list[int]]:
     """Return (the rank to blame, the other ranks that failed in the same way).
 
-    The rank to blame is the one that failed at the earliest time. The time of an exit isn't
-    known: it counts as earlier than all exceptions. A rank that only lost its connection counts as
-    later than all others, since it failed because another had. If other ranks failed in the same
-    way (see `_same`), it is the one of them all that comes first in `fallen`.
+    The rank that failed first is found by time. But an exit, whose time isn't known, counts as
+    earlier than all exceptions, and a rank that only lost its connection as later than all others,
+    since it failed because another had. In a tie, the first in `fallen` counts. Other ranks may
+    have raised the same exception on the same lines, with messages that differ in rank numbers and
+    addresses at most. Of all these, the one that comes first in `fallen` is to blame.
     fallen: {rank: how it fell, a `Failure` or an exit code}, not empty.
     """
 
@@ -170,10 +173,10 @@ def lost_peer(how: Fall | None) -> bool:
 
 
 def _same(one: Fall, other: Fall) -> bool:
-    """Return whether two ranks failed alike: by the same class, with the same frames and message.
+    """Return whether two ranks raised the same class of exception, with equal frames and messages.
 
-    In the message, numbers of ranks and addresses in memory may differ. Two exit codes never count
-    as alike.
+    Messages may differ in rank numbers ("rank 3") and memory addresses. Exit codes never count as
+    the same, since they don't show where a rank ended.
     """
     if not (isinstance(one, Failure) and isinstance(other, Failure)):
         return False
@@ -182,7 +185,7 @@ def _same(one: Fall, other: Fall) -> bool:
 
 
 def _anonymous(message: str) -> str:
-    """Return an error's message without rank numbers ("rank 3") and memory addresses (0x7f00)."""
+    """Return an error's message without rank numbers ("rank 3") and addresses, to compare it."""
     return re.sub(r"\b(rank |dst=|src=)\d+|\b(0x)[\da-f]+", r"\1\2", message)
 
 
@@ -190,11 +193,12 @@ def _anonymous(message: str) -> str:
 
 
 class Witness(Protocol):
-    """A source of facts about ranks for `explain_fall`, such as the launch's `Watch` of its ranks.
+    """A source of facts about ranks for `explain_fall`, such as the `Watch` that supervises them.
 
-    noted_exit(rank): (exit code, (file, line, function)) of the `os._exit` that ended it, or None.
-    printed(rank): its output so far. place(rank): (file, line, function) where it computes, or None
-    if that isn't known. shortage(): a sentence which says that memory is short, or "".
+    noted_exit(rank): (exit code, (file, line, function)) of the rank's call of `os._exit`; None if
+    it made none. printed(rank): its output so far. place(rank): (file, line, function) of the
+    user's code where the rank is now, or None if that isn't known. shortage(): a sentence which
+    says that the machine ran short of memory, a likely reason for a kill, or "".
     """
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None: ...
@@ -206,9 +210,10 @@ class Witness(Protocol):
 def explain_fall(fallen: dict[int, Fall], look: Look, witness: Witness) -> tuple[int, str]:
     """Return (the rank to blame, the report of the failure as the text of a RankError).
 
-    The report says how and, if known, where that rank failed, what the failure most likely means
-    (looked up in `MEANS`, by parts of error messages), where the other ranks were, unless they had
-    ended their notebook's cell, and the last 5 lines (`LAST_LINES`) that it printed.
+    The rank that failed first is to blame. The report says how and, if known, where it failed, what
+    the failure most likely means (looked up in `MEANS`, by parts of error messages), where the
+    other ranks were, and the last 5 lines (`LAST_LINES`) that the rank to blame printed. Ranks of a
+    notebook that had ended their cell are left out.
     fallen: {rank: a `Failure` or an exit code} of all that failed, whether on their own account or
         because another rank had.
     look: the state of all ranks when the launch ended them.
@@ -275,12 +280,12 @@ def explain_rendezvous(message: str) -> str | None:
 def lines_of(frames: list[tuple[str, int, str]]) -> list[str]:
     """Return the lines that show an error's frames, a line for each, to be put below its message.
 
-    frames: (file, line, function), outermost first.
-    Shown are the frames in the user's own code and, if it comes after these, the innermost frame of
-    an installed package other than torch. If no code is the user's, the frames outside of
-    torch, ddpkit and Python's library are shown, and if there are none, all but those in which
-    torch calls a module's forward. Beyond 30 lines (`MOST_FRAMES`), the middle is left out and
-    counted.
+    frames: (file, line, function), outermost first; the lines are in the same order.
+    Shown are the frames in the user's own code. If the innermost frame outside of torch, ddpkit and
+    Python's library is an installed package's, it is shown as well. If no code is the
+    user's, all frames outside of these three are shown; if there are none, all but those in which
+    torch only passes a call on to a module's forward. Beyond 30 lines (`MOST_FRAMES`), the middle
+    is left out and counted.
     """
     outside_torch = [frame for frame in frames if not is_library(frame[0])]
     own = [frame for frame in outside_torch if not is_installed(frame[0])]
@@ -303,14 +308,15 @@ def what_became_of(
 ) -> str:
     """Return a report's lines on a rank that isn't to blame, such as "  Rank 3 had returned."
 
-    If the rank failed on its own account, they say how. Otherwise they say where it was when the
-    launch ended it: it had returned or not joined the world yet, or it was in a call that wasn't
-    complete (the latest of these is named), or it was computing on some line.
+    If the rank failed as well, other than by losing its connection, they say how. Otherwise they
+    say where it was when the launch ended it: it had returned or not joined the world yet, or it
+    was in a call that wasn't complete (the latest of these is named), or it was computing on some
+    line.
     look: the state of all ranks at that time.
-    how: the rank's own `Failure` or exit code, or None. If it only lost its connection, because
-        another rank failed, it counts as one that didn't fail.
-    place: a function that takes a rank and returns the line on which it computes, as (file, line,
-        function), or None. If `place` is None, or `how` isn't, the line in `look` is used.
+    how: the rank's own `Failure` or exit code; None if it didn't fail.
+    place: a function that takes a rank which still runs, and returns the line on which it computes
+        as (file, line, function), or None if it doesn't answer: then no line is named. If the rank
+        has fallen, or `place` is None, the line in `look` is named, if there is one.
     """
     if how is not None and not lost_peer(how):
         frames = getattr(how, "frames", None)

@@ -1,7 +1,8 @@
 """Call a function on fresh processes, the ranks, and collect what they return: `launch`.
 
-A `Run` has their results, their output and the records of their collective calls. Under torchrun,
-whose processes are the ranks, no process is started.
+It returns a `Run`: what each rank returned and printed, and the records of its collective calls,
+sends and receives. Under torchrun it starts no process, but calls the function in the present one,
+which is a rank. There the `Run` has the results and records of all ranks, but no output.
 """
 
 import atexit
@@ -53,21 +54,21 @@ def launch(
 ) -> Run:
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
 
-    fn: a callable, not `async`, also one from a cell; it gets its rank from `dist.get_rank()`, as
-        under torchrun. From a cell or script, it takes a copy of the globals that it uses: a rank
-        that changes a global changes it neither here nor in another rank.
-    world_size: 1 to 64, by default 4; under torchrun, the number of ranks that torchrun started.
-    backend: "gloo", "nccl" or "auto": NCCL where every rank can have a GPU (a shared one from NCCL
-        2.30 on), otherwise Gloo on CPU. Ranks on Gloo see no GPU.
+    fn: a callable, not `async`; it gets its rank from `dist.get_rank()`, as under torchrun. If it
+        is defined in a cell or script, it takes a copy of the globals that it uses: a rank that
+        changes a global changes it neither here nor in another rank.
+    world_size: 1 to 64, by default 4. Under torchrun leave it out, or give the number it started.
+    backend: "gloo", "nccl" or "auto": NCCL if there is a GPU for each rank or, from NCCL 2.30 on,
+        any GPU, which ranks then share; otherwise Gloo on CPU. Ranks on Gloo see no GPU.
     link: a network to emulate between the ranks, slower than the real one (Gloo only).
-    timeout: seconds from the ranks' start; then they are ended, and HangError says where they were.
+    timeout: seconds from the ranks' start until they are ended, with a HangError; None: no limit.
     hang_after: seconds without any progress, with every rank inside a call, that count as a hang.
-        Ranks that compute are not hung, however long. Certain deadlocks are reported much sooner.
+        Ranks that compute are not hung, however long. Proven deadlocks are reported much sooner.
     live: show output as the ranks print it, instead of in rank order at the end.
     keep_values: keep in the records the numbers in tensors of at most 64 elements, so that
         animations of the run can show them.
-    check_buffers: fail where a rank changes a tensor on the CPU while it is being sent; sends and
-        asynchronous collectives then take two checksums of what they send.
+    check_buffers: a rank that changes a CPU tensor while it is being sent fails, with RankError;
+        sends and asynchronous collectives then take two checksums of what they send.
 
     A rank computes with one thread or, if OMP_NUM_THREADS is set, with that number, but at most its
     share of the cores. `torch.set_num_threads` in `fn` gives it more.
@@ -78,7 +79,7 @@ def launch(
     RankError: a rank raised, exited, was killed or returned a value that can't be unpickled here.
     HangError: ranks can't go on, their calls disagree, or the timeout is over.
     Before the ranks start: ValueError: an argument can't work, or can't be pickled. TypeError: `fn`
-    can't take the arguments that are meant for it. OSError: the disk is full. Notebook 00.
+    can't take the arguments that are meant for it. OSError: the disk is full. See notebook 00.
     """
     under_torchrun = dist.is_torchelastic_launched()
     if world_size is None:
@@ -157,8 +158,8 @@ def _check_arguments(fn, world_size, backend, link):
 def _check_call(fn, args, kwargs):
     """Raise TypeError if `fn` can't take these arguments, as far as its signature is known.
 
-    Keywords that `launch` doesn't know go to `fn`, so the message guesses what was meant, such as
-    world_size=4 where nprocs=4 was written.
+    A keyword that `launch` doesn't have goes to `fn`. It may be a slip for one that it has, so the
+    message suggests that one, such as world_size for nprocs.
     """
     try:
         signature = inspect.signature(fn)
@@ -190,9 +191,10 @@ def _check_call(fn, args, kwargs):
 def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Record]]:
     """Return (what a rank returned, its records), from the file that the rank wrote.
 
-    rank: its process, as the launch started it. watch: the `Watch` that waited for the ranks'
-        replies; the RankError is raised by its `fail`, which adds the output and records of all.
-    RankError: the file can't be unpickled in this process.
+    rank: the rank's process, as the launch started it. watch: the `Watch` that waited for the
+        ranks' replies.
+    RankError: the file can't be unpickled in this process. `watch.fail` raises it, with the output
+        and the records of all ranks.
     """
     try:
         with open(rank.assignment.path("result"), "rb") as file:
@@ -209,7 +211,8 @@ def _load_result(rank: processes.Rank, watch: Watch) -> tuple[object, list[Recor
 def _torchruns_size() -> int:
     """Return the number of ranks that torchrun started, on all machines together.
 
-    KeyError: there is no world yet, nor WORLD_SIZE, as in a process that torchrun didn't start.
+    It is the size of the world or, before that exists, the environment variable WORLD_SIZE, which
+    torchrun sets. KeyError: there is neither.
     """
     return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
@@ -218,12 +221,13 @@ def _join_running_world(fn, args, kwargs, link, keep_values, check_buffers) -> R
     """Call `fn` in this rank, which torchrun started; return all ranks' results as a `Run`.
 
     Every rank has to call this, since the results are exchanged at the end. torch.distributed is
-    initialised first if the script hasn't done it. If it has, no call is recorded, unless the
-    script was started by `python -m ddpkit.debug`, which records calls from the beginning. The
-    `Run` has "" as each rank's output, since torchrun shows it, and this rank's seconds in `fn`.
-    The arguments are those of `launch`; where no call is recorded, or the world is on NCCL, no link
-    is emulated.
-    ValueError: check_buffers is asked for in a world that was initialised without it.
+    initialised first, with recording, if it isn't yet, and stays so for later launches. If the
+    script initialised it itself, no call is recorded, unless it was started by `python -m
+    ddpkit.debug`, which records calls from the beginning. The `Run` has "" as each rank's output,
+    since torchrun shows it, and this rank's seconds in `fn`.
+    The arguments are those of `launch`. Where no call is recorded, `link` (a network to emulate)
+    and `keep_values` have no effect; on NCCL, `link` has none.
+    ValueError: check_buffers is True in a world that began without that check.
     """
     if not dist.is_initialized():
         _initialise_under_torchrun(link, check_buffers)
@@ -253,11 +257,12 @@ def _wait_till_all_return(mine: Recorder | None):
     """Wait until every rank has returned from `fn`, before the exchange of results begins.
 
     A rank still inside `fn` would otherwise look as if its next call mismatched with that exchange.
-    The ranks wait for one another twice. Before the first time, each marks itself as returned on
-    the board, a shared file: a rank that waits for it inside `fn` is then reported as hung. Before
-    the second, each marks itself as running again, so that no such report comes in the exchange.
-    mine: this rank's `Recorder`, which writes to the board; None, and then nothing is marked, if
-        the script initialised torch.distributed itself.
+    The ranks wait for one another twice, by way of torch's key-value store, which isn't recorded.
+    Before the first wait, each marks itself as returned on the board, a shared file, so that a rank
+    inside `fn` that waits for a returned rank is reported as hung. Before the second, each marks
+    itself as running again, so that no rank is marked as returned in the exchange.
+    mine: this rank's `Recorder`, which writes to the board. None if the script initialised
+        torch.distributed itself: then the ranks wait, but mark nothing.
     """
     store = c10d._get_default_store()
     number = next(_launches)
@@ -271,7 +276,7 @@ def _meet(store: dist.Store, key: str, world_size: int):
     """Wait until all ranks have called this with the same key: a barrier by way of the store.
 
     store: torch.distributed's key-value store, which every rank reaches. No collective call is
-        made, so nothing is recorded. key: a new one each time, since a used key no longer waits.
+        made, so nothing is recorded. key: a new one each time; with a used one, nothing waits.
     """
     store.add(key, 1)
     while store.add(key, 0) < world_size:
@@ -279,12 +284,12 @@ def _meet(store: dist.Store, key: str, world_size: int):
 
 
 def _initialise_under_torchrun(link, check_buffers):
-    """Initialise torch.distributed in this rank, in a session that records calls and reports hangs.
+    """Initialise torch.distributed in this rank; a `Session` then records calls, reports hangs.
 
-    The session is that of `python -m ddpkit.debug`, if this started the script; otherwise one is
-    made, which closes when the process ends. The backend is NCCL if every rank has a GPU and no
-    link is emulated, otherwise Gloo. From now on the session reports an exception that ends the
-    script.
+    A process has one session: that of `python -m ddpkit.debug`, if that command started the script;
+    otherwise one is made here, which closes when the process ends. It also reports, from now on, an
+    exception that ends the script. The backend is NCCL if every rank has a GPU and no link is
+    emulated, otherwise Gloo. The caller has checked that torch.distributed isn't initialised.
     link: the emulated `Link` between the ranks, or None.
     check_buffers: whether it is an error to change a tensor while it is being sent.
     """
@@ -309,8 +314,8 @@ def _initialise_under_torchrun(link, check_buffers):
 def _each_has_a_gpu(store: dist.Store, world_size: int) -> bool:
     """Return, on all ranks alike, whether every machine has NCCL and a GPU for each of its ranks.
 
-    store: torch.distributed's key-value store, through which the ranks exchange their answers. This
-        waits until all have done so.
+    Every rank must call this, which waits until all have.
+    store: torch.distributed's key-value store, through which the ranks exchange their answers.
     """
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= here

@@ -1,4 +1,4 @@
-"""Emulate a link: delay messages as a wire with another latency and bandwidth would."""
+"""Emulate a slower link between ranks: delay calls as its latency and bandwidth would."""
 
 import math
 from dataclasses import dataclass
@@ -35,10 +35,11 @@ class Link:
     latency_s: seconds from the first byte sent to the first byte received, per message.
     bytes_per_s: bytes a rank can send each second, while it receives as many (full duplex).
     name: what `str(link)` returns; "" for a text with latency and bandwidth.
-    slowdown: how many times slower this link is than the wire that it stands for, see `slowed`.
+    slowdown: set by `slowed`: how many times slower these figures are than those of the wire meant.
 
     `launch(..., link=link)` holds messages and collectives back until the link would have delivered
-    them. So a link can only be slower than the machine's own wire; `slowed` is a way around that.
+    them. So a link can't be faster than the machine's own connection. For a faster one, launch with
+    link.slowed(1000), say, and divide the times of messages by 1000, its `slowdown`.
     Charts and tables of such a run say "emulated". The model is Hockney's, 1994; see notebook 02.
     ValueError: the latency isn't a finite number >= 0, or the bandwidth isn't a number > 0.
     """
@@ -72,12 +73,13 @@ class Link:
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
         """Return the seconds that one collective call or message takes on this link.
 
-        op: torch.distributed's name for the call: "all_reduce", "send", ... A collective is assumed
-            to use the algorithm of `ddpkit.cost` that `USUAL` names for it ("ring_all_reduce") or,
-            if it names none, the one with the same name as the call ("gather").
-        nbytes: the bytes of the tensor in a message, broadcast, reduce or all_reduce; of all parts
-            together if each rank has one, as in all_gather, reduce_scatter or scatter; of what one
-            rank hands in, for an all_to_all; 0 for a barrier or new_group.
+        op: the call: "send", "recv", "broadcast", "reduce", "all_reduce", "scatter", "gather",
+            "reduce_scatter", "all_gather", "all_to_all", "barrier" or "new_group". A collective is
+            assumed to use the algorithm of `ddpkit.cost` that this module's dict `USUAL` names for
+            it ("ring_all_reduce") or, if it names none, the one of the same name ("gather").
+        nbytes: of a message, broadcast, reduce or all_reduce, the tensor's bytes; of a scatter,
+            gather, all_gather or reduce_scatter, those of all ranks' parts together; of an
+            all_to_all, those that one rank hands in; of a barrier or new_group, 0.
         world_size: the number of ranks in the call's group.
         ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
         """
@@ -109,13 +111,11 @@ def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
     """Return (hops, share), from which `Link.seconds` computes how long a call takes.
 
     hops: the number of messages of which each waits for the one before it.
-    share: the bytes of these messages together, divided by the `nbytes` of `Link.seconds`: those of
-        the tensor; where ranks have parts of one (scatter, gather, all_gather, reduce_scatter), of
-        all parts together; for an all_to_all, of what one rank hands in.
+    share: the bytes of these messages together, as a multiple of the `nbytes` of `Link.seconds`.
     For example, with 4 ranks, (6, 1.5) for an all_reduce: in a ring, 6 quarters one after the
-    other. For an all_gather it is (3, 0.75): 3 quarters of the gathered tensor.
-    op: "send", "recv", "broadcast", "reduce", "all_reduce", "scatter", "reduce_scatter", "gather",
-        "all_gather", "all_to_all", or one without bytes: "barrier" or "new_group".
+    other. For an all_gather it is (3, 0.75): 3 quarters of the gathered tensor. A broadcast or
+    reduce goes along a tree; a scatter, gather or all_to_all is one message after another.
+    op: a name that `Link.seconds` knows.
     ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
     """
     if op in ("send", "recv"):

@@ -214,9 +214,10 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
 
 
 def magic_first(lines: list[str]) -> list[str]:
-    """Return a cell's lines with `%%ranks` above its leading comments, where IPython looks for it.
+    """Return a cell's lines with the line `%%ranks ...` moved above the comments that precede it.
 
-    lines: with their line ends. They come back unchanged if there is no line with `%%ranks`, or if
+    IPython knows a cell magic only in the first line.
+    lines: with their line ends. They come back unchanged if no line begins with `%%ranks`, or if
         code stands before it.
     """
     for place, line in enumerate(lines):

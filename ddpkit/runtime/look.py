@@ -1,13 +1,17 @@
 """Read the board at one moment: where each rank is, whom it waits for, who can never go on.
 
-The board is the file in which each rank writes its state and, just before it makes a collective
-call, a send or a receive, a `Record` of it. A call is open until it is complete. A rank has come to
-a call if it has made it, though the call may still be open. The n-th calls that ranks make on one
-channel belong together. A channel is a group, or the messages with one tag from one member to
-another. Its name is "0#1" for the group that torch names "0", in the script's first world (#1), and
-"0#1 2>3:7" for that group's messages from rank 2 to 3 with tag 7. Until a receive from any rank has
-got a message, its channel is "0#1 7?", where no calls belong together; then it has the next number
-on the channel of that message. Variables called `s` hold a `Situation`, a rank's state.
+The board is the file in which each rank writes its state and, just before it makes a call, a
+`Record` of it. A call is a collective call, a send, a receive, or a new_group (the making of a
+group, on a channel such as "new 0#1"). A call is open until it is complete. A rank has come to
+a call if it has made it, though the call may still be open. A GPU carries out a group's calls one
+after another, from a queue, but those of one batch_isend_irecv, a batch, together.
+
+The n-th calls that ranks make on one channel belong together. A channel is a group, or the messages
+with one tag from one member to another. Its name is "0#1" for the group that torch names "0", in
+the script's first world (#1: of its first init_process_group), and "0#1 2>3:7" for that group's
+messages from rank 2 to 3 of the world with tag 7. A receive from any rank is an exception: until it
+has got a message, its channel is "0#1 7?" (tag 7), and no call belongs to it. Then it gets the next
+number on the channel of that message. Variables called `s` hold a `Situation`, a rank's state.
 """
 
 import itertools
@@ -33,21 +37,22 @@ class Situation:
     missing: the ranks for which it waits there, as numbers in the world; () if there are none.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
         entry, the line of a framework that this line called, as "file:line:function", or "".
-    lost: the other rank's record of the message for which it waits, if that rank deleted its handle
-        (what isend or irecv returns) without waiting for it; otherwise None.
-    more: if several of its threads wait, this is the wait of one, and `more` has the others'.
+    lost: the record of the other end of `call`, a message, if that rank deleted the handle that its
+        isend or irecv returned, without wait(); otherwise None.
+    more: the situations of its other threads that wait, if several do; this one is of one thread.
     has_free_thread: it waits, but not with all of its threads that make calls: one may go on.
-    destroyed: {name of a group that it destroyed: the line that did, in the form of `place`}.
+    destroyed: {name of a group that it destroyed, such as "0#1": the line that did, like `place`}.
     state:
       starting: it hasn't joined the world yet.
       computing: it is in no call, as far as the board shows.
       polling: less than 1 s ago it asked, by `is_completed()`, whether `call` is complete.
-      waiting: one of its threads waits for `call` to end, or ddpkit holds it in `call`, since
-        another rank made a different call there.
+      waiting: one of its threads waits for `call` to end, or ddpkit holds it in `call`, because
+        another rank's call with the same number on that channel is a different one.
       its stream waiting: the GPU waits for `call`, while the program may go on. In a `Look` with
-        standstill=True, for use when no rank has written for long, it is "waiting" instead.
-      returned: its function or script has ended.
-      idle: its cell of `%%ranks` has ended.
+        standstill=True, for use when no rank has written for long, the state is "waiting" instead.
+      returned: its function or script has ended. A rank that raised or was killed may have the
+        state that it had before.
+      idle: its cell of `%%ranks`, in a notebook, has ended.
     """
 
     rank: int
@@ -70,13 +75,14 @@ class Look:
     board: the open `Board` that is read.
     events: for each rank, how often it had written to the board (`board.events()`) when the caller
         last looked; None: the present counts. `is_still` compares these counts with later ones.
-    standstill: True if no rank has written for a long time. Then a rank whose GPU waits counts as
-        waiting, though its program may go on. And other ranks count as waiting for a rank that has
-        made their call, if its GPU has an earlier open call of the group in its queue, and so may
-        never come to theirs. This isn't certain: NCCL may buffer a short message, so that its send
-        ends without the receive, and the queue moves on.
-    reached: for each rank, {channel: index of its last call there}, if more is known of it than the
-        board holds; None: what the board holds.
+    standstill: True if the caller has seen that no rank has written for a long time. Then a rank
+        whose GPU waits counts as waiting, though its program may go on. And where a rank has made a
+        call, but its GPU has an earlier call of the group in its queue, the GPU may never come to
+        the later one: the other ranks in that call count as waiting for this rank. This isn't
+        certain: NCCL may buffer a short message, so that its send ends without the receive, and the
+        queue moves on.
+    reached: for each rank, {channel: number of its last call there, from 0}, for a caller that
+        knows more calls than the board holds; None: taken from `records`.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class Look:
         """Return whether no rank has written a call, a state or a destroyed group since `events`.
 
         If one has, the board may have changed while it was read, so that this look shows ranks at
-        different moments. That a rank begins to wait for a call, or polls it, isn't noticed here.
+        different moments. A rank may have begun to wait for a call, or to poll it, all the same.
         """
         return self.board.events() == self._events
 
@@ -111,12 +117,13 @@ class Look:
     def _situation(self, rank: int) -> Situation:
         """Return the `Situation` of `rank`: its state and, if it is in a call, that call.
 
-        A rank that has found that another makes a different call is "waiting" in its last one. If
-        several threads wait in open calls, `call` is the main thread's, if that waits, and `more`
-        has the waits of the others. If no thread waits, `call` may still be one for which the GPU
-        waits, or which the program polls (less than 1 s ago it asked whether it is complete). In no
-        call, a rank is "starting" (it hasn't joined the world), "computing", "returned" or "idle"
-        (its function, or its notebook's cell, has ended).
+        A rank is "waiting" if a thread of it waits in an open call. If several do, `call` is the
+        main thread's or, if that doesn't wait, another's; `more` has a `Situation` for each of the
+        rest. A rank that has found that another makes a different call is "waiting" in its own last
+        one. If no thread waits, the rank is "its stream waiting" ("waiting" at a standstill) in a
+        call for which the GPU waits, or "polling" in an open call that the program polled less than
+        1 s ago. In no call, it is "starting" (it hasn't joined the world), "computing", "returned"
+        or "idle" (its function, or its notebook's cell, has ended).
         """
         state = self._states[rank]
         if state == DISAGREES:
@@ -140,8 +147,8 @@ class Look:
     def _waits(self, rank: int) -> Iterator[Situation]:
         """Yield a `Situation` for each thread of `rank` that is waiting in a call not yet complete.
 
-        Its `call` is the one that holds the thread up. It is the one that the thread waits for or,
-        on a GPU, perhaps one that is queued before that: see `_in_front`.
+        Its field `call` is the call that holds the thread up: the one for which it waits or, on a
+        GPU, perhaps an earlier one in the queue (see `_in_front`).
         """
         for index in self.board.waiting(rank):
             call = self.board.record(rank, index)
@@ -155,9 +162,10 @@ class Look:
     def _wait_on_stream(self, rank: int) -> Situation | None:
         """Return the situation of a rank whose GPU waits for a call while its program goes on.
 
-        On a GPU, wait() only makes the stream wait. Return None if no stream has come to a wait for
-        a call that is still incomplete. The state is "waiting" at a standstill, and "its stream
-        waiting" otherwise.
+        On a GPU, wait() only queues a wait on a stream. Return None if no stream has come to such a
+        wait, as CUDA events show, for a call that is still open. Among these calls and those before
+        them in the queue, the result has as `call` one in which other ranks are awaited, if
+        possible. The state is "waiting" at a standstill, and "its stream waiting" otherwise.
         """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
@@ -169,9 +177,10 @@ class Look:
         return Situation(rank, state, call, self._awaited(call, rank), call.place)
 
     def _polled(self, rank: int) -> Record | None:
-        """Return the open call that `rank` polled last, by `is_completed()`, or None.
+        """Return the call that `rank` last polled, by `is_completed()`, and found open; or None.
 
-        A poll more than 1 s (`POLLS_S`) ago doesn't count, since the rank has moved on.
+        It is None if that call is complete by now, or if the poll was more than 1 s (`POLLS_S`)
+        ago: then the rank has moved on.
         """
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
@@ -182,11 +191,11 @@ class Look:
     def _put_hopeless_waits_first(self) -> None:
         """Put into `now`, for each rank, a wait that can never end, if one of its threads has one.
 
-        `now` has one `Situation` for each rank, though several of its threads may be waiting; the
-        waits of the others are in its `more`. A wait that moves from there into `now` takes over
-        the fields `destroyed` and `has_free_thread`, and has the displaced one in its own `more`.
-        Whether a wait can end depends on the groups that other ranks have destroyed. So these are
-        first read into the field `destroyed` of each `Situation` in `now`.
+        If several threads of a rank wait, `now` has the `Situation` of one, whose field `more` has
+        the others; `deadlocked` asks only that one whether it waits in vain. If it doesn't, and one
+        in `more` does, they change places. The latter takes over the fields about the whole rank,
+        `destroyed` and `has_free_thread`, and has all the others in its own `more`. First
+        `destroyed` is read from the board, since it decides which waits can end.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -205,9 +214,11 @@ class Look:
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the ranks that belong to `call` but haven't made it yet, as numbers in the world.
 
-        They are members of its group or, for a message, its other end. For a receive from any rank
-        they are all other members, or () once a message that it can take is on its way. Of each
-        rank only the last 256 calls are known: if none is on the channel of `call`, it is missing.
+        They are members of its group or, for a message, its other end. While a receive from any
+        rank has no message, they are all other members, or () once one that it can take is on its
+        way. Until it has arrived, the receiver is missing from its send. Calls are known from the
+        last 256 of each rank, or from `reached` (see `Look`): a rank that has none on the channel
+        of `call` there counts as missing, even if it made the call long ago.
         call: the record of a call that `rank` has made.
         """
         others = tuple(other for other in call.ranks if other != rank)
@@ -218,8 +229,9 @@ class Look:
     def _is_coming(self, call: Record, rank: int) -> bool:
         """Return whether a message is on its way that `call`, a receive from any rank, can take.
 
-        Such a message was sent to `rank`, which made `call`, in the call's group and with its tag,
-        and no other receive of `rank` takes it.
+        That is a send, complete or not, in the group and with the tag of `call`, to `rank`, which
+        made `call`. No receive of `rank` may belong to it yet: one from this sender does once it is
+        made, one from any rank only once it has got the message.
         """
         tag = call.channel.rpartition(" ")[2].removesuffix("?")
         for sender in call.ranks:
@@ -231,12 +243,13 @@ class Look:
         return False
 
     def _awaited(self, call: Record, rank: int) -> tuple[int, ...]:
-        """Return the other ranks that belong to `call` and for which `rank` waits there.
+        """Return the other ranks for which `rank` waits in `call`, a call that it has made.
 
-        These are the ranks that haven't made it yet. For a receive from any rank they are all other
-        members, until a message that it can take is on its way. At a standstill (see `Look`) they
-        are also ranks that have made the call, but whose GPU has an open call of the group before
-        it in its queue, other than a message of the same batch (of batch_isend_irecv).
+        These are the members that haven't made it yet. For a receive from any rank they are all
+        other members, of which one suffices, or () once a message that it can take is on its way.
+        At a standstill (see `Look`) there are also members that have made the call, but whose GPU
+        has an earlier open call of the group in its queue. Messages in one batch with `call` (of
+        batch_isend_irecv) don't count as earlier.
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -247,13 +260,12 @@ class Look:
     def _in_front(self, call: Record, rank: int) -> Record:
         """Return the call that holds up `call` of `rank`: itself, or one before it on the GPU.
 
-        On the CPU it is `call`. A GPU carries out a group's calls in the order in which they were
-        made, so an open call holds up those behind it. Returned is the first open one that some
-        rank hasn't made yet, or `call` if there is none before it.
-        At a standstill (see `Look`) no call can be trusted to end, so the first open call is
-        returned even if no rank is missing. But if it is the first message of a batch (of
-        batch_isend_irecv), whose messages go together, the first of them for which `rank` waits for
-        another rank is returned; if it waits for none in any of them, the batch's first.
+        On the CPU, return `call`. A GPU carries out a group's calls in the order in which they were
+        made, so an open call holds up those behind it. Return the first that some other rank hasn't
+        made yet, since those that all have made will end; without one up to `call`, return `call`.
+        At a standstill (see `Look`) no call can be trusted to end: return the first open call. If
+        that begins a batch (of batch_isend_irecv), any message of it may hold up the rest: return
+        the first in which `rank` waits for another rank or, without one, the batch's first.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -265,29 +277,30 @@ class Look:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
         `call` may be another rank's record. Collectives and messages share that queue. An open call
-        counts as on a GPU if its record has no start time, since on the CPU it has one from the
-        beginning: there the list is empty. Calls that are read from a flight recorder's file never
-        have one, so all open ones count as on a GPU.
+        counts as on a GPU if its record has no start time. On the CPU a call has one from the
+        beginning, so there the list is empty. NCCL's calls that are read from a flight recorder's
+        file never have one, so all open ones count as on a GPU.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
 
     def _is_behind(self, call: Record, rank: int) -> bool:
-        """Return whether `rank` has made `call`, but its GPU has an open call of the group before.
+        """Return whether `rank` has made `call`, but its GPU has an earlier open call of the group.
 
-        Messages of one batch (of batch_isend_irecv) aren't before each other.
-        call: another rank's record of the call. False if `rank` hasn't made it.
+        Messages of one batch (of batch_isend_irecv) don't count as earlier than each other.
+        call: another rank's record of it, or of the message's other end. False if `rank` hasn't
+        made it, or on the CPU.
         """
         line = self._line(call, rank)
         behind = line[len(_front(line)) :]
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other side's record of a message, if that side deleted its handle unwaited.
+        """Return the other end's record of a message, if it deleted its handle without a wait().
 
         The handle is what isend or irecv returns; without it, the message may never be delivered.
-        Return None if the handle is there or was waited for, if `call` is no message, or if it is a
-        receive from any rank.
+        Otherwise return None, also if the other end hasn't made its call, if `call` is no message,
+        or if it is a receive from any rank that has no message yet. call: this end's record.
         """
         if call.op not in MESSAGES or call.peer is None:
             return None
@@ -299,10 +312,10 @@ class Look:
     # Ranks that can never go on.
 
     def gone(self, s: Situation) -> list[int]:
-        """Return the ranks for which `s` waits in vain: they have ended, or left the call's group.
+        """Return the ranks for which `s` waits in vain, since they will never come to its call.
 
-        They have returned, ended their cell or destroyed the group. A receive from any rank can be
-        answered by any: there the result is [] until this holds for all.
+        They are "returned" or "idle" (see `Situation`), or have destroyed the call's group. To a
+        receive from any rank, one sender is enough: the result is [] until all are gone.
         """
         if s.call is None:
             return []
@@ -312,24 +325,23 @@ class Look:
         return never
 
     def _is_gone(self, rank: int, call: Record) -> bool:
-        """Return whether `rank` never makes `call`: it has ended, or destroyed the call's group."""
+        """Return whether `rank`, yet to make `call`, has ended or destroyed the call's group."""
         s = self.now[rank]
         return s.state in ("returned", "idle") or group_of(call) in s.destroyed
 
     def deadlocked(self, states: tuple[str, ...] = ("waiting",)) -> list[int]:
-        """Return the ranks, sorted, that can never go on: they wait for gone ones or each other.
+        """Return the ranks, sorted, that can never go on, wholly or with one thread or GPU stream.
 
         states: the states (see `Situation`) that count as waiting in a call: ("waiting",), or also
             "polling", in which the program asks again and again whether a call is complete.
-        A rank is gone if it has returned, ended its cell or destroyed the call's group.
+        A rank is gone if it is "returned" or "idle", or has destroyed the call's group.
         A rank is free if it may still make calls: it starts, computes or (by default) polls, only
-        its GPU's stream waits (unless at a standstill), or one of its threads is in no call. A
-        waiting rank is free as well if one of its threads has a wait that can end. A wait can end
-        if it is for no rank, or for free ranks only, none of which has destroyed the call's group.
-        For a receive from any rank one such rank is enough.
-        Returned are the waiting ranks that aren't free, and free ranks that are stuck in part: one
-        thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or not free.
-        The rest of such a rank may go on, so ranks that wait only for it aren't returned.
+        its GPU's stream waits (unless at a standstill), or one of its threads is in no call. Also
+        free is a waiting rank with a thread that waits for no rank, or for free ranks only that
+        aren't gone (in a receive from any rank, one is enough). Ranks that wait in a cycle aren't
+        free. Returned are the waiting ranks that aren't free, and free ranks that are stuck in
+        part: one thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or
+        not free. The rest of such a rank may go on, so ranks that wait only for it aren't returned.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -346,7 +358,11 @@ class Look:
         return sorted(stuck + [s.rank for s in on_stream if not self._may_go_on(s, free)])
 
     def _may_go_on(self, s: Situation, free: set[int]) -> bool:
-        """Return whether the wait `s` can end if the ranks in `free` still make all calls."""
+        """Return whether the wait of `s` can end, supposing that only ranks in `free` make calls.
+
+        It can if all ranks for which it waits are in `free`, and none of them has ended or
+        destroyed the group; to a receive from any rank, one such rank is enough.
+        """
         if self.gone(s):
             return False
         if s.call.channel.endswith("?"):  # from any rank: one that comes is enough
@@ -355,10 +371,11 @@ class Look:
         return free.issuperset(s.missing)
 
     def polled_in_vain(self) -> list[int]:
-        """Return the ranks that can never go on if ranks that poll a call count as waiting in it.
+        """Return the ranks that can never go on, supposing that ranks in state "polling" wait.
 
-        This isn't certain, since a loop that polls may have an end of its own, such as a time
-        limit. Return [] if no rank polls.
+        Such a rank asked less than 1 s ago, by `is_completed()`, whether a call is complete. The
+        result has all that `deadlocked()` returns as well. It isn't certain, since a loop that
+        polls may have an end of its own, such as a time limit. Return [] if no rank polls.
         """
         if all(s.state != "polling" for s in self.now):
             return []
@@ -370,8 +387,9 @@ class Look:
         """Yield a `Situation` for each collective in which a rank may be waiting unseen.
 
         DistributedDataParallel waits for a call's future (`get_future()`) in C++. The board doesn't
-        show that, so the rank seems to compute. It may be waiting in each of its open collectives
-        whose future was taken and which other members of the group haven't made yet.
+        show that, so the rank seems to compute. It may be waiting in any one of its open
+        collectives whose future was taken and which at least one other member hasn't made yet. Each
+        of these gives a `Situation`, as if the rank waited there.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -385,22 +403,22 @@ class Look:
         """Return a `Situation` for each rank that may wait in C++ for a member that never comes.
 
         Such a wait, as of DistributedDataParallel, doesn't show on the board, so the rank seems to
-        compute. The sign is an open collective whose future (`get_future()`) was taken, and which a
-        member that has ended, or destroyed the group, hasn't made. Ranks that the board shows as
-        waiting aren't included. The list is sorted by `rank`, [] if there is none; if a rank has
-        several such calls, `call` is the first.
+        compute. The sign is an open collective whose future (`get_future()`) was taken, while a
+        member that hasn't made it has ended or destroyed the group. The `Situation` has this
+        collective as `call`, the first if there are several. Ranks that the board shows as waiting
+        aren't included. The list is sorted by `rank`, [] if there is none.
         """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
 
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
-        """Change `now`: a rank that sleeps counts as waiting in a call that a member never makes.
+        """Change `now` of ranks that seem to compute, but wait in C++ for ranks that are gone.
 
-        One such member is enough: it has ended, or destroyed the call's group. The call is a
-        collective for which C++ code of the sleeping rank may be waiting, as that of
-        DistributedDataParallel does. The board doesn't show this, so the rank seemed to compute.
-        sleeps(rank): whether the rank's process uses no CPU. For a call on a GPU this isn't asked,
-            since a rank waits for its GPU with the CPU in use: there it always counts as waiting.
+        Such a rank has made a collective call that isn't complete, and that another member will
+        never make, since it has ended or destroyed the group. The board doesn't show a wait in C++
+        code, such as DistributedDataParallel's. So the rank counts as waiting if it sleeps; for a
+        call on a GPU it counts so in any case, since it waits for its GPU with the CPU in use.
+        sleeps(rank): whether the rank's process uses no CPU.
         """
         for hidden in self.abandoned():
             if hidden.call.on_stream or sleeps(hidden.rank):
@@ -409,14 +427,15 @@ class Look:
     # Whether the ranks agree.
 
     def mismatch(self) -> dict[int, Record] | None:
-        """Return the call in which ranks differ, as {rank: its record} of all that made it.
+        """Return the call in which ranks differ: {rank: its record} of all that made it, or None.
 
-        If there are several, it is the one that a rank made first; None: there is none. Calls that
-        have the same number on the same channel should be the same. Collectives differ in
-        operation, dtype, root, reduction or number of elements; the last isn't compared where ranks
-        may bring different sizes. An all_to_all also differs if a rank sends more or fewer elements
-        to another than that one expects. Messages differ in dtype or number of elements. A receive
-        from any rank isn't compared, nor is a new_group.
+        Calls that have the same number on the same channel should be the same. If several such
+        calls differ, it is the one that any rank made earliest. Collectives are compared by
+        operation, dtype, root, reduction and number of elements; not by the last where ranks may
+        bring different sizes, as in an all_to_all and, on NCCL, an all_gather or gather. An
+        all_to_all also differs if a rank sends more or fewer elements to another than that one
+        expects. Messages are compared by dtype and number of elements. Not compared are a new_group
+        and a receive from any rank, even once it has its message.
         """
         said: dict[tuple[str, int], dict[int, Record]] = {}
         for rank in self.ranks:
@@ -434,9 +453,9 @@ class Look:
         """Return the groups that ranks made under the same number although their members differ.
 
         Each rank numbers the groups that it makes, and members of a group find each other's
-        addresses under its number. So if ranks 0 and 1 make [0, 1] first, and rank 2 [0, 2], they
-        may never connect. Then return {(0, 1): [0, 1], (0, 2): [2]}: for each group its members,
-        and the ranks that made it. Only the first such number is returned; {} if there is none.
+        addresses under the group's number. So if ranks 0 and 1 make [0, 1] first, and rank 2 makes
+        [0, 2], neither may ever connect. Then return {(0, 1): [0, 1], (0, 2): [2]}: for each group
+        its members, and the ranks that made it. Only the first such number counts; {}: none.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
         for rank in self.ranks:
@@ -451,7 +470,7 @@ class Look:
 
         They can if, on each channel, all of its ranks have made the same number of calls: no rank
         has left out a collective, and no message awaits its receive. Of each rank only the last 256
-        calls are known; a channel that has none of them counts as in step.
+        calls are known: one that has made more, and none of these on a channel, counts as in step.
         """
         if any(s.state != "idle" for s in self.now):
             return False
@@ -465,24 +484,24 @@ class Look:
 
 
 def group_of(call: Record) -> str:
-    """Return the name of a call's group, such as "0#1"; for a new_group, "new"."""
+    """Return the name of a call's group, such as "0#1"; for the making of any group, "new"."""
     return call.channel.partition(" ")[0]
 
 
 def _front(line: list[Record]) -> list[Record]:
-    """Return the calls at the head of a GPU's queue: the first, with the rest of its batch.
+    """Return the calls at the head of a GPU's queue, which can run now: the first, with its batch.
 
-    line: the queue's calls in order. Messages that batch_isend_irecv starts together are a batch.
+    line: the queue's calls in order, or []. A batch is what one batch_isend_irecv starts together.
     """
     rest = itertools.takewhile(lambda record: record.batched, line[1:])
     return [*line[:1], *rest]
 
 
 def _channel_and_seq(record: Record) -> tuple[str, int]:
-    """Return (channel, index of the call on it), which is the same for all ranks of one call."""
+    """Return the (channel, number on it) of a call, the same for all calls that belong together."""
     return record.channel, record.seq
 
 
 def _first_issue(by_rank: dict[int, Record]) -> float:
-    """Return the earliest time at which a rank made a call, in seconds. by_rank: {rank: record}."""
+    """Return when the first rank made a call, in seconds. by_rank: {rank: its record of it}."""
     return min(record.issued for record in by_rank.values())

@@ -53,10 +53,10 @@ def count_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple:
-    """Return (total, free) bytes of this machine's memory, or of its container's if that has less.
+    """Return (total, free) bytes of memory, each the machine's or its container's if that is less.
 
     Free is what processes may still get: memory that holds cached files counts as free.
-    Return (0, 0) if this is unknown.
+    Return (0, 0) if the machine's is unknown; a container whose limit is unknown doesn't count.
     proc: the folder of the proc file system.
     cgroup: the folder of the container's control group (version 2).
     """
@@ -84,9 +84,10 @@ def _cached_bytes(cgroup: Path) -> int:
 
 
 class FreeMemory:
-    """A log of the last seconds' free memory, to tell whether a process died for lack of it.
+    """A log of the last seconds' free memory (RAM), to tell whether a process died for lack of it.
 
-    The owner calls `look` again and again. Of its samples the last 8 are kept, for `shortage`.
+    The owner calls `look` again and again, however often: it samples at most once in 0.25 s
+    (`EVERY_S`). The last 8 samples are kept; `shortage` returns in words what they show.
     """
 
     def __init__(self):
@@ -153,8 +154,9 @@ def look_at_gpus() -> list[str] | str:
 
     The lines are like 'NVIDIA H100 (80 GiB, capability 9.0)'; the list is empty if torch finds no
     GPU. To see whether a GPU works, a tensor is put on each. A child process does this, so that
-    CUDA doesn't start in this one; the text is the last line of its error output, its exit code if
-    that is empty, or that it gave no answer within two minutes.
+    CUDA doesn't start in this process. If the child fails, as when one of several GPUs doesn't
+    work, the text is the last line of its error output or, if there is none, its exit code. After
+    two minutes the text is "no answer within two minutes".
     """
     code = [sys.executable, "-c", LOOK]
     try:

@@ -41,10 +41,10 @@ class Output:
         self._tail = b""  # the last of these bytes
 
     def read(self) -> str:
-        """Return the output so far, as text; of more than 2 MB (`KEPT_BYTES`), both ends.
+        """Return all the output so far, as text; of more than 2 MB (`KEPT_BYTES`), only both ends.
 
         These are its first and last million bytes; between them a line says how much is left out.
-        Gloo's and NCCL's notes on connections, and a progress bar's old states, are dropped.
+        Lines of Gloo and NCCL on connections, and a progress bar's old states, are dropped.
         """
         length = self._size() - self._start
         if self._lost == 0 and length <= KEPT_BYTES:
@@ -54,10 +54,11 @@ class Output:
         return _clean(self._bytes(0, HALF) + f"\n... {size(lost)} left out ...\n".encode() + end)
 
     def trim(self) -> None:
-        """Cut the middle out of the output if its file holds more than 4 MB of it.
+        """Cut the middle out of the output if more than 4 MB of it are in the file.
 
-        The first million bytes stay in the file, the last million are kept in memory for `read`,
-        and what lies between is lost, as is what the rank prints at that very moment.
+        Called again and again while the rank runs, so that the file stays small. The first million
+        bytes stay in it, the last million are kept in memory for `read`, in place of those of an
+        earlier cut. What lies between is lost, as is what the rank prints at that very moment.
         """
         length = self._size() - self._start
         if length > 2 * KEPT_BYTES:
@@ -69,8 +70,8 @@ class Output:
         """Return the lines that have been completed since this was last called, to show them live.
 
         last: True to return the unfinished line at the end as well.
-        Once 100,000 (`MOST_SHOWN`) bytes or 2,000 (`MOST_LIVE`) lines have been returned by all
-        calls, a note says that no more is shown, and from then on "" is returned.
+        All calls together return up to 100,000 (`MOST_SHOWN`) bytes and 2,000 (`MOST_LIVE`) lines.
+        The text that reaches a limit ends with a note that no more is shown; later ones are "".
         """
         if not self._is_shown:
             return ""
@@ -92,7 +93,7 @@ class Output:
     def _bytes(self, start: int, most: int) -> bytes:
         """Return up to `most` bytes of the file, from byte `start` of the output on.
 
-        The output's byte 0 is the file's if it is `fresh`, otherwise where the file ended at first.
+        Byte 0 is the file's first if `fresh`, otherwise where the file ended when this was created.
         """
         with open(self.path, "rb") as file:
             file.seek(self._start + start)
@@ -100,10 +101,11 @@ class Output:
 
 
 def _clean(data: bytes) -> str:
-    """Return output as text, without a progress bar's old states and notes on connections.
+    """Return a rank's output as text, without some lines on connections and old progress bars.
 
-    A progress bar writes a carriage return, and then its next state over the one before. The notes
-    are Gloo's that it has connected, or couldn't, and those of NCCL's watchdog on a lost rank.
+    A progress bar overwrites its line after a carriage return: only its last state is left. Removed
+    are Gloo's lines that it has connected, or couldn't, and those of NCCL's watchdog in a rank that
+    lost another, which the failure's report names. Bytes that aren't UTF-8 become U+FFFD.
     """
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     lines = NCCL_CHATTER.sub("", GLOO_CHATTER.sub("", text)).split("\n")
@@ -115,7 +117,7 @@ def shorten(text: str, where: str) -> str:
 
     At most 200 (`MOST_LINES`) lines are left of it, with at most 100,000 (`MOST_SHOWN`) characters
     in all. A line says how much is left out.
-    where: words that say where all of it is, such as ", all of them in run.output[2]"; "" for none.
+    where: added to that line, to say where the whole is: ", all of them in run.output[2]"; or "".
     """
     lines = text.splitlines(keepends=True)
     first, last, more = text, "", ""

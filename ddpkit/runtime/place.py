@@ -1,8 +1,9 @@
 """Find the line of the user's code that makes a call, and describe it for a report.
 
-A place is (file, line, function, via). The user's code is what belongs neither to torch, ddpkit or
-Python nor to an installed package. If a framework such as lightning stands between that line and
-the call, via is the framework's line as "file:line:function"; otherwise it is "".
+The line is the innermost of the user's code in a stack. The user's code is what is in no installed
+package (torch included), nor in ddpkit or Python's own library. A place is (file, line, function,
+via). If a framework such as lightning stands between the user's line and the call, via is the
+framework's line that made the call, as "file:line:function"; otherwise it is "".
 """
 
 import contextlib
@@ -43,16 +44,17 @@ _WRAPPERS = os.path.normpath(sys.modules["typing_extensions"].__file__)
 
 @cache
 def is_library(file: str) -> bool:
-    """Return whether `file` belongs to torch, ddpkit or Python.
+    """Return whether `file` is in torch, ddpkit or Python's own library.
 
-    typing_extensions.py counts, since calls of torch's deprecated functions pass through it.
+    No other package counts, except for typing_extensions.py: calls of torch's deprecated functions
+    pass through it.
     """
     return file.startswith((*_LIBRARY_FOLDERS, _WRAPPERS)) or is_pythons(file)
 
 
 @cache
 def is_pythons(file: str) -> bool:
-    """Return whether `file` belongs to Python; packages installed inside its folder don't count."""
+    """Return whether `file` is in Python's own library; the site-packages inside don't count."""
     return file.startswith(_PYTHONS_OWN) and not is_installed(file)
 
 
@@ -65,8 +67,9 @@ def is_installed(file: str) -> bool:
 def call_site(skip: int = 1) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in this stack.
 
-    If there is none, it is a framework's line or, on a thread of autograd, the line that called
-    backward; without these, the line at which the search begins. For via, see the module.
+    If there is none, return the first of these that exists: the innermost line of a framework; the
+    line that called backward, found in the stack of another thread; the line that the main thread
+    has reached; the line at which the search begins. `place_in` says what via is then.
     skip: how many innermost frames, this function's included, are known to be ddpkit's and aren't
         looked at, which saves time.
     """
@@ -77,13 +80,15 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in a stack.
 
     frame: the innermost frame of the stack.
-    via: the line of an installed framework that the user's line called and that led here, as
-        "file:line:function"; "" if there is none.
-    If no line is the user's, return the framework's. If the stack has no framework either, it may
-    be that of a thread of autograd: then return the line that called backward, in whichever thread.
-    If no thread is in backward, the call itself was handed to a thread, as by pool.submit: return
-    the line that the main thread has reached, with the line of Python's that runs the thread as
-    via. Without that, return the line of `frame` itself.
+    via: the innermost line of an installed framework, as "file:line:function", if there is one
+        between the user's line and `frame`; otherwise "".
+    If no line is the user's, return the first of these that exists:
+    - the innermost line of a framework, with "" for via.
+    - the line that called backward, and its via, from another thread's stack: `frame` may be on a
+      thread of autograd.
+    - the line that the main thread has reached: the call itself may have been handed to a thread,
+      as by pool.submit. Then via is the line of Python's own library that runs it there.
+    - the line of `frame` itself, with "" for via.
     """
     outside_torch = innermost(frame, is_library)
     if outside_torch is None:
@@ -106,10 +111,10 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 
 def _in_backward() -> types.FrameType | None:
-    """Return the frame of torch's `_engine_run_backward` that the user's code called, or None.
+    """Return the frame of torch's `_engine_run_backward` in a thread that is in backward, or None.
 
-    On a GPU, hooks run on threads of autograd's engine, whose stacks hold no line of the user's. So
-    all threads are searched; the first found with such a frame counts.
+    From it, the stack leads to the user's line. On a GPU, hooks run on threads of autograd's
+    engine, whose stacks hold no such line. So all threads are searched; the first found counts.
     """
     for frame in sys._current_frames().values():
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -120,9 +125,8 @@ def _in_backward() -> types.FrameType | None:
 
 
 def innermost(frame: types.FrameType | None, skipped: Callable) -> types.FrameType | None:
-    """Return the innermost frame of a stack whose file isn't skipped, or None if there is none.
+    """Return the first frame, going outwards from `frame`, whose file isn't skipped, or None.
 
-    frame: the innermost frame of the stack, or None.
     skipped: a function that takes a file's path and tells whether to skip its frames.
     """
     while frame is not None and skipped(frame.f_code.co_filename):
@@ -136,7 +140,7 @@ def _is_library_or_installed(file: str) -> bool:
 
 
 def _is_library_or_wrapper(file: str) -> bool:
-    """Return whether `file` is torch's or ddpkit's, or that of Python's context managers."""
+    """Return whether `file` is torch's or ddpkit's, or contextlib.py, which runs `with` blocks."""
     return (not is_pythons(file) and is_library(file)) or file == contextlib.__file__
 
 
@@ -148,9 +152,10 @@ def _place(frame: types.FrameType) -> tuple[str, int, str, str]:
 def handled() -> str:
     """Return the exception that this thread is handling: "ValueError: no data (train.py:12)".
 
-    It is "" outside of `except`, and of a `finally` that an exception leads to. The line is the
-    innermost of the user's code that raised it or let it through, if there is one. The text is the
-    first argument, if that is a string or a number: str(error) may fail, or wait for a GPU.
+    Return "" outside of an `except` block, or a `finally` block that an exception led to. The line
+    is the innermost of the user's code that raised it or let it through, if there is one. "no data"
+    is the exception's first argument, and is left out if that isn't a string or a number.
+    str(error) isn't used, since it may fail, or wait for a GPU.
     """
     error = sys.exc_info()[1]
     if error is None:

@@ -1,9 +1,9 @@
 """Start and end the processes of ranks: forked from a server on Linux, spawned elsewhere.
 
 The fork server is a process that has imported torch and this package, but nothing of the user's.
-Forking it takes milliseconds, where starting a new interpreter takes seconds. It never touches
-CUDA, because a fork of a process that has used CUDA can't use it. Every launch gets new processes,
-so that nothing leaks into the next launch, and a crash ends only its own launch.
+Forking it takes milliseconds, where starting a new interpreter takes seconds. The server never
+touches CUDA, because once a process has used CUDA, its forks can't use it. Every launch gets new
+processes, so that nothing leaks into the next launch, and a crash ends only its own launch.
 """
 
 import contextlib
@@ -100,10 +100,10 @@ class Rank:
         self.process.kill()
 
     def wait_gone(self):
-        """Wait until the killed process has ended, then close the pipe and the process object.
+        """Wait until the process, which the caller has killed, has ended; then close its pipe.
 
-        The wait lasts at most 4 s (`GONE_S`), or 30 s (`GONE_ON_GPU_S`) for a rank on a GPU. A
-        process that is still there afterwards is left alone, without an error.
+        The wait lasts at most 4 s (`GONE_S`), or 30 s (`GONE_ON_GPU_S`) for a rank on a GPU. The
+        process object is closed as well, unless the process is still there; that is no error.
         """
         self.process.join(GONE_ON_GPU_S if self.assignment.choice.gpus else GONE_S)
         self.pipe.close()
@@ -113,8 +113,9 @@ class Rank:
     def ask_stack(self) -> list[tuple[str, int, str]]:
         """Return the main thread's stack: a list of (file, line, function), innermost frame first.
 
-        The rank answers even while C++ code holds the interpreter's lock. Without an answer this is
-        []. If the rank has over 100 threads, the stack is another thread's: see `ask_stacks`.
+        The rank answers even while C++ code holds the interpreter's lock. Without an answer, after
+        0.5 s or so, return []. It answers for its newest 100 threads only: with more, the stack is
+        another thread's, as the main thread's is missing.
         """
         *_, main_thread = self.ask_stacks() or [[]]
         return main_thread
@@ -122,10 +123,10 @@ class Rank:
     def ask_stacks(self) -> list[list[tuple[str, int, str]]]:
         """Return the stacks of all Python threads of the rank, the main thread's last.
 
-        Each stack is a list of (file, line, function), innermost frame first. SIGUSR1 makes the
-        rank's faulthandler write them to a file: 100 frames of each at most, and only the newest
-        100 threads, without the main one if there are more. It takes about 0.5 s at most.
-        Return [] without an answer, before the rank has a handler, or on systems without SIGUSR1.
+        Each stack is a list of (file, line, function), at most 100, innermost frame first. SIGUSR1
+        makes the rank's faulthandler write them to a file. With more than 100 threads, it writes
+        only the newest 100, and the main thread is missing. Return [] if no answer comes in about
+        0.5 s, if the rank has no handler yet, or on systems without SIGUSR1.
         """
         path = self.assignment.path("stack")
         if not hasattr(signal, "SIGUSR1") or not path.exists():
@@ -159,14 +160,15 @@ def world(
     """Context manager: start `world_size` processes that run `target`, and kill them at the end.
 
     Yields (ranks, board): the list of `Rank`s, and the `Board`, the shared file in which every rank
-    writes its calls. At the end, the launch's temporary folder is deleted along with the results in
-    it, so read them inside.
+    writes its calls. At the end of the block the ranks are killed, and the launch's temporary
+    folder is deleted. So inside it, wait for the ranks' replies, and read their results from the
+    files `rank.assignment.path("result")`.
     choice: the backend, the GPUs and the environment variables of the ranks.
     link: the `Link` whose latency and bandwidth are emulated, or None.
     keep_values: whether the records of calls keep the numbers in tensors of at most 64 elements, so
         that animations of the run can show them.
     target: `worker.main`, which calls the user's function once, or `worker.serve_cells`, which runs
-        a notebook's cells. It gets the rank's orders and its ends of two pipes, see `Rank`.
+        a notebook's cells. It gets the rank's orders (its number, ...) and two pipes, see `Rank`.
     call: with `worker.main`, the pickled (function, args, kwargs) to call; otherwise b"".
     check_buffers: whether the ranks check that no tensor is changed while it is being sent.
     OSError: the disk for temporary files is full; make room, or set TMPDIR.
@@ -251,9 +253,9 @@ def sweep(pattern: str = "ddpkit-[0-9]*-*"):
 def locked(folder: Path, shared: bool = False) -> Iterator[bool]:
     """Context manager: try to lock a folder, without blocking; yield whether that succeeded.
 
-    It yields False if another lock is in the way, even one of this process, and where the system or
-    the file system has no such locks. The lock ends with the block or the process, but a child that
-    was forked inside the block keeps it alive. OSError: the folder can't be opened.
+    It yields False if another lock is in the way, even one of this process. On Windows, and on file
+    systems without locks (flock), it always does. The lock ends with the block or the process; if a
+    child was forked inside, only once that has ended as well. OSError: the folder can't be opened.
     shared: True: any number of processes can have the lock at once if all take it as shared, as do
         the ranks of a run under torchrun with their common folder. False: only one can have it.
     """
@@ -277,7 +279,7 @@ def _cell_texts() -> dict[str, tuple]:
     """Return the source of the notebook's cells, as {file: its entry in `linecache.cache`}.
 
     A rank needs it to show a line of a cell in a traceback. An entry is (size, None, lines, file).
-    None in place of a time of modification marks a cell, since a file on disk has one.
+    Cells are the entries with None for the time of modification: a file on disk has a time.
     """
     entries = linecache.cache.copy()  # other threads add to it
     return {name: entry for name, entry in entries.items() if len(entry) == 4 and entry[1] is None}
@@ -288,8 +290,8 @@ def interrupts_deferred():
     """Context manager: hold back a Ctrl-C that comes inside until the end of the block.
 
     Without this, a rank whose start or end is interrupted midway might live on. The end of the
-    block calls Python's handler of SIGINT, which raises KeyboardInterrupt by default; if there is
-    none, the Ctrl-C is dropped. In a thread other than the main one, this does nothing.
+    block calls the handler of SIGINT set before; Python's default raises KeyboardInterrupt. If it
+    is no function (SIG_IGN, SIG_DFL), the Ctrl-C is dropped. Outside the main thread, do nothing.
     """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
@@ -365,10 +367,10 @@ def warm_up():
 
 
 def is_starting() -> bool:
-    """Return whether this process is just starting a rank or the fork server.
+    """Return whether, at this moment, this process waits for a rank or the fork server to start.
 
     The first rank takes seconds, since it waits until the server has imported torch. A progress
-    display asks this, in order to say so.
+    display asks this, to say what the wait is for.
     """
     return _starting.locked()
 
@@ -388,9 +390,11 @@ def _server() -> forkserver.ForkServer:
 def preload(modules: Iterable[str]):
     """Let the fork server import `modules` from now on, so that no rank has to import them itself.
 
-    If one of them is new and the server runs already, a new server is started, which imports them
-    in the background; a launch that comes soon waits for it. The old server ends with its last
-    rank. Where ranks are spawned, this does nothing.
+    modules: names of modules, none of them the user's, that don't use CUDA when imported. They add
+        to those of earlier calls. One that raises ImportError is skipped.
+    If one of them wasn't named before and the server runs already, a new server takes its place,
+    and imports them in the background; a launch meanwhile waits until it has. The old server ends
+    with the last rank that it has forked. Where ranks are spawned, this does nothing.
     """
     server = _server()
     with _starting:
@@ -409,12 +413,12 @@ def preload(modules: Iterable[str]):
 
 @contextlib.contextmanager
 def _our_way():
-    """Context manager: let multiprocessing start ranks from our server, without the user's script.
+    """Context manager: let multiprocessing start ranks without running the user's script in them.
 
-    By default multiprocessing runs the user's main script once more in each new process; in those
-    that this thread starts inside the block, it doesn't. Where `start_method` is "forkserver", they
-    come from our fork server, which is started first unless it is running. A process that another
-    thread starts meanwhile runs the script; it comes from our server if started by "forkserver".
+    By default multiprocessing runs the user's main script once more in each new process. Those that
+    this thread starts inside the block don't. On Linux (see `start_method`) our fork server forks
+    them, not multiprocessing's; it is started first unless it is running. A process that another
+    thread starts meanwhile runs the script; with "forkserver", our server forks it as well.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()
@@ -438,10 +442,10 @@ def _our_way():
 
 
 def _start_server():
-    """Start our fork server unless it is running, with SIGINT blocked.
+    """Start our fork server, unless it is running; during the start, this thread blocks SIGINT.
 
-    So a Ctrl-C doesn't end it while it imports. The server and its forks inherit the block, which
-    `worker.become_rank` lifts in each rank.
+    The server inherits the block, so a Ctrl-C doesn't end it while it imports. Its forks inherit
+    it as well; in each rank `worker.become_rank` lifts it.
     """
     resource_tracker.ensure_running()  # first: started by the server, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -5,10 +5,14 @@ process read there which call a rank is in, even while that rank is blocked in C
 
 channel: a group, or the messages with one tag from one member to another. Calls of different ranks
     that have the same number on a channel belong together.
+mark: a place on the board that says in which call a thread of the rank waits, for the report of a
+    hang. A rank has 8, with indices 0 to 7; 0 is the main thread's. When 1 to 7 are taken, further
+    threads share the last. A thread's mark is free again when the thread has ended.
 record: a `Record`, one call of this rank: its operation, arguments and line, and its times.
 wire: the process group around the real one, `WireGroup`, through which all calls pass.
-keep_values: an argument of `launch`. Records then also keep the numbers in tensors, and in their
-    whole storages, of at most 64 (KEPT_ELEMENTS) elements, so that animations can show them.
+keep_values: an argument of `launch`. Records then also keep, so that animations can show them, the
+    numbers in a call's tensors if these have at most 64 (KEPT_ELEMENTS) elements together, and all
+    numbers in the storage of the first one if that has at most 64.
 """
 
 import contextlib
@@ -46,13 +50,13 @@ class Recorder:
 
     The wire informs it when each call is made and when it is complete. In a rank, `recorder()`
     returns the rank's recorder. `records` is the list of calls so far, oldest first; beyond 200,000
-    (`MOST_RECORDS`) the older half is dropped.
+    (`MOST_RECORDS`) the older half is dropped. `calls` is the number of all calls so far.
     rank: this rank's number in the world.
     board: the board on which each call is also written; None: only the list is kept.
-    link: the `Link` that is emulated (a latency and a bandwidth between ranks), or None.
+    link: the `Link` (a latency and a bandwidth) by which the wire delays calls, or None.
     keep_values: whether records keep the elements of small tensors.
-    disagree: called with {rank: record} if another rank has made a different call with the same
-        number on the same channel: this rank's record, and the other's if the board still has it.
+    disagree: called if another rank has made a different call with the same number on the same
+        channel, with {rank: record}: this rank's and, if it can be read on the board, the other's.
         Needed if there is a board.
     timed_out: called with (record, error) if a wait for a call ends by its timeout, before the
         error is raised.
@@ -101,11 +105,11 @@ class Recorder:
         A call is a collective call, a send or a receive. The record gets its numbers: `seq`, that
         of the call on its channel, and `number`, that among all calls of this rank. It is written
         into the list and onto the board. If another rank has made a different call with the same
-        number on the channel, `disagree` is called.
+        number on the channel, `disagree` is called, which blocks until this rank is ended.
         record: a new one, with `said` (the operation, arguments and line) and `issued` (the time).
         sent: the tensors that the call sends; used only with keep_values, like `buffer`.
-        buffer: the tensor that the call reads or fills; its whole storage, if that is small, is
-            kept, so that an animation can show the memory around it.
+        buffer: the first tensor that the call reads or, if it reads none, fills; its whole storage,
+            if that is small, is kept, so that an animation can show the memory around it.
         """
         if self.keep_values:
             record.values = _values(sent)
@@ -127,18 +131,22 @@ class Recorder:
             self._disagree({self.rank: record, **differing})
 
     def since(self, calls: int) -> list[Record]:
-        """Return the records of the calls after the first `calls` of this rank, if still kept."""
+        """Return the records of this rank's calls after its first `calls`, but for dropped ones.
+
+        calls: a number of calls, dropped ones included, such as the attribute `calls` had earlier.
+        """
         return [record for record in self.records if record.number >= calls]
 
     def _said_differently(self, record: Record) -> dict[int, Record] | None:
         """Return {rank: its record} of a rank whose call with the same number differs, or None.
 
         The number is `record.seq`, the count of earlier calls on the channel. Calls differ if their
-        fingerprints do (texts such as "all_reduce 8 float32 sum"), or if sizes of an all_to_all
-        don't fit. Without a fingerprint return None. The board also has a hash of the fingerprint:
-        if that differs, but the other's record can't be read, return {}.
-        Each rank writes its call before it reads the others', so of two that disagree the later one
-        notices, unless the other has made 255 calls since, after which its call may be overwritten.
+        fingerprints do (texts such as "all_reduce 8 float32 sum"), or if in an all_to_all one rank
+        sends another more or fewer elements than that expects. None also if `record` has no
+        fingerprint. {}: the hash of the other's fingerprint differs, but its record can't be read,
+        perhaps because it is too long for the board.
+        Each rank writes its own call before it reads the others'. So if two disagree, the later one
+        notices, unless the other has made 255 more calls by then: its record may be overwritten.
         """
         said = record.said
         seq = record.seq
@@ -157,14 +165,15 @@ class Recorder:
         return None
 
     def came_from(self, record: Record, peer: int, channel: str):
-        """Put the sender into the record of a receive from any rank, now that it is known.
+        """Put the sender into the record of a receive that took any sender, now that it is known.
 
         peer: the sender's rank in the world.
-        channel: the name of the channel from `peer` to this rank, on which the record gets the next
-            number, `seq`.
+        channel: the name of the channel for the message's tag from `peer` to this rank, such as
+            "0#1 2>3:7"; the record's `seq` becomes the next number on it.
         """
         with self._lock:
-            record.said = replace(record.said, peer=peer, channel=channel)
+            both = peer, self.rank
+            record.said = replace(record.said, ranks=both, peer=peer, channel=channel)
             record.seq = next(self._seq[channel])
         self.write_again(record, whole=True)
 
@@ -172,8 +181,8 @@ class Recorder:
         """Wait for a call by `until_done()`, then note that it is done.
 
         Meanwhile the board shows that this thread is waiting in the call.
-        until_done: blocks until the call is complete. What it raises is raised here, after
-            `timed_out` is called if it was a timeout.
+        until_done: blocks until the call is complete. An error that it raises passes through, and
+            the call isn't done then. If the error is a timeout, `timed_out` is called first.
         arrived: the tensors that hold the call's result afterwards, for keep_values.
         """
         record.waited = time.perf_counter()
@@ -190,16 +199,16 @@ class Recorder:
     def stands_at(self, record: Record):
         """Mark on the board that this thread waits in the call of `record`.
 
-        The report of a hang reads the mark. It counts until the call is done, or until `waited()`
-        removes it. If the call is done already, no mark is made.
+        The mark is valid until the call is done, or until `waited()` removes it. If the call is
+        done already, no mark is made.
         """
         if self.board is not None and record.done is None:
             self.board.set_waiting(self.rank, record.number, self._caller(), record.waited)
 
     def waited(self):
-        """Remove the mark that `stands_at` put on the board: this thread waits no longer.
+        """Remove this thread's mark, which `stands_at` made, from the board, if there is one.
 
-        The call itself may still be open.
+        The call needn't be complete: the wait may have failed by its timeout.
         """
         if self.board is not None:
             self.board.set_waiting(self.rank, None, self._caller())
@@ -214,23 +223,23 @@ class Recorder:
             self.board.set_polled(self.rank, record.number, time.perf_counter())
 
     def destroyed(self, group: str):
-        """Note on the board that this rank destroyed a group, and on which line of the user's code.
+        """Write on the board that this rank destroyed a group, and on which line of the script.
 
-        The rank will make no more calls in the group, so a rank that waits there for one waits in
-        vain.
-        group: the group's name on the board.
+        This rank makes no more calls in the group, so another that waits there for it waits in
+        vain. Without a board, do nothing.
+        group: its name on the board, such as "0#1": torch's "0", in the script's first world.
         """
         if self.board is not None:
             self._destroyed[group] = call_site(2)
             self._destroyed = self.board.set_destroyed(self.rank, self._destroyed)
 
     def keep(self, group: object, name: str, ranks: tuple[int, ...]):
-        """Keep a group that this rank has destroyed, until `release` finds that all members have.
+        """Hold a group that this rank has destroyed, until all members have destroyed it.
 
-        Until then its connections stay open, because closing them would fail a member that still
-        waits.
+        So its connections stay open: closing them would make a call fail in which another member
+        still waits. `release`, which is called here and later, then lets go of it.
         group: the process group; a reference to it is held.
-        name: the group's name on the board.
+        name: the group's name on the board, such as "0#1".
         ranks: the members, as ranks of the world.
         """
         with self._lock:
@@ -238,10 +247,10 @@ class Recorder:
         self.release()
 
     def release(self):
-        """Drop those groups held by `keep` that all of their members have destroyed by now.
+        """Let go of those groups held by `keep` that, by the board, all members have destroyed.
 
-        A group closes its connections once no reference holds it. Closed earlier, they would fail a
-        member that still waits in the group.
+        A group closes its connections once no reference holds it. If they closed earlier, a call in
+        which another member still waits would fail.
         """
         let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
@@ -252,12 +261,11 @@ class Recorder:
                     let_go.append(kept)
 
     def _caller(self) -> int:
-        """Return the index (0 to 7) of this thread's waiting mark on the board.
+        """Return the index of this thread's mark on the board, from 0 to 7.
 
-        The mark says in which collective call, send or receive the thread waits, for the report of
-        a hang. The thread gets one at its first call, and keeps it as long as it lives. A rank has
-        8; threads that find none free share the last. A C++ thread, such as autograd's on a GPU,
-        counts as alive only while it runs Python code, and may get another mark the next time.
+        If the thread has none yet, it gets one, for as long as it lives. A C++ thread, such as
+        autograd's on a GPU, counts as alive only while it runs Python code, and may get another
+        mark the next time.
         """
         try:
             return self._this_thread.caller.place
@@ -266,11 +274,9 @@ class Recorder:
             return caller.place
 
     def came(self) -> int:
-        """Assign a waiting mark to this thread at its first call; return the mark's index.
+        """Assign one of the rank's 8 marks to this thread, which has none; return the mark's index.
 
-        A rank has 8 marks on the board; each says in which call its thread waits. Index 0 is the
-        main thread's. When the other 7 are taken, further threads share the last one. A mark is
-        free again when its thread has ended.
+        `_Caller` calls it once for each thread, when the thread first makes or waits for a call.
         """
         with self._lock:
             is_main = threading.get_ident() == threading.main_thread().ident
@@ -281,9 +287,8 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Free the waiting mark of a thread that has ended, for another thread to use.
+        """Free the mark of a thread that has ended, for another thread to use, if it has one.
 
-        A rank has 8 such marks on the board; each says in which call its thread waits.
         thread: the ended thread's `threading.get_ident()`.
         """
         with self._lock:
@@ -293,12 +298,12 @@ class Recorder:
     def count_callers(self, look: bool = False):
         """Write onto the board how many threads of this rank have made calls and are still alive.
 
-        If fewer of them wait, another may still go on: then the rank isn't taken for stuck. Called
-        when a thread begins to make calls and when it ends. Under torchrun a watching thread of the
-        rank also calls it again and again, with `look`; where ddpkit started the ranks, the process
-        that did reads their stacks itself before it reports a hang.
-        look: read the threads' stacks, and leave out those that idle in a pool, but never the main
-            thread.
+        While fewer threads than this wait in a call, the rank isn't taken for stuck, since one may
+        still go on. Called when a thread begins to make calls and when it ends. Under torchrun a
+        watching thread of the rank also calls it again and again, with `look`. Elsewhere the
+        launching process reads the stacks itself before it reports a hang.
+        look: read the threads' stacks, and don't count those that idle in a pool, since they would
+            hide a hang; but never leave out the main thread.
         """
         callers = len(self._callers)
         if look and callers > 1:
@@ -317,11 +322,11 @@ class Recorder:
         buffer: torch.Tensor | None = None,
         at: float | None = None,
     ):
-        """Note that a collective call, send or receive is complete; a second note changes nothing.
+        """Record that a collective call, send or receive is complete; a second time do nothing.
 
         arrived: the tensors that hold its result, for keep_values.
-        buffer: the first of these, whose whole storage is kept for animations; None: the record
-            keeps the copy that was made before the call.
+        buffer: the first of these, whose whole storage the record then keeps for animations, in
+            place of the copy that `issue` made before the call; None: that copy stays.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
@@ -338,26 +343,27 @@ class Recorder:
     ):
         """Keep in the record the elements that a call brought; without keep_values, do nothing.
 
-        On a GPU the program's wait() calls this, and it blocks until the current stream, which
-        waits for the call, has the elements.
+        On the CPU `done` calls this. On a GPU the program's wait() does, and then blocks until the
+        current stream, which waits for the call, has the elements.
         arrived: the tensors that hold the call's result, for `record.result`. [] for a send: then
             nothing is kept.
-        buffer: the first of them, whose whole storage is copied into `record.memory`, so that an
-            animation can show the memory around it: all of x after a receive into x[2:4]. It is
-            given at the end of the program's own wait() on the CPU. It is None if another thread
-            notes the call's end, while the program may change the storage, and on a GPU: then the
-            record keeps the copy that was made before the call.
+        buffer: `arrived[0]`, whose whole storage is copied into `record.memory`, so that an
+            animation can show the memory around it: all of x after a receive into x[2:4]. Only the
+            program's own wait() on the CPU gives it. It is None on a GPU, and where another thread
+            records the call's end, since the program may be changing the storage: then
+            `record.memory` stays the copy made before the call.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Give Gloo's threads 0.2 s (`SETTLE_S`) at most to record the ends of calls.
+        """Wait until the ends of calls are recorded: for Gloo's threads 0.2 s (`SETTLE_S`) at most.
 
-        Called before the records are passed on. If a call's future was taken and only C++ code
-        waits for it, as in DDP, one of Gloo's threads records its end, perhaps after the program
-        has gone on. On a GPU this first waits for all calls and their times, without a limit.
+        Called before the records leave this process. If the program took a call's future, and only
+        C++ code waits for that, as in DDP, one of Gloo's threads records the call's end, perhaps
+        after the program has gone on. An end that isn't recorded in time stays missing. With NCCL
+        this first waits, without a limit, until the GPU has completed all calls.
         """
         if self.streams:
             self.streams.settle()
@@ -368,19 +374,19 @@ class Recorder:
             time.sleep(0.001)
 
     def dropped(self, record: Record):
-        """Note that the program deleted a message's handle before it waited for the message.
+        """Mark a message as dropped: the program deleted its handle without waiting for it.
 
-        Such a message may never be delivered, and may hold up later ones; the report of a hang says
-        so.
+        The handle is what isend or irecv returned. Such a message may never be delivered, and may
+        hold up later ones; the report of a hang says so.
         """
         record.dropped = True
         self.write_again(record)
 
     def gave_future(self, record: Record):
-        """Note that the program took the call's future by `get_future()`.
+        """Record, also on the board, that the program took the call's future by `get_future()`.
 
-        C++ code may then wait for that future, which leaves no mark on the board; the report of a
-        hang takes that into account.
+        C++ code may then wait for that future, which leaves no mark on the board. The report of a
+        hang allows for such a wait.
         """
         record.by_future = True
         self.write_again(record)
@@ -388,9 +394,8 @@ class Recorder:
     def write_again(self, record: Record, whole: bool = False):
         """Write the record of a call onto the board again, unless a later call has taken its slot.
 
-        The board keeps the last 256 (`SLOTS`) calls of each rank.
-        whole: write all fields; otherwise only the times, and the fields that are True or False,
-            which costs less.
+        The board keeps the last 256 (`SLOTS`) calls of each rank. Without a board, do nothing.
+        whole: write all fields; otherwise, at less cost, only the times and boolean fields.
         """
         with self._lock:
             if self.board is not None and record.number >= self.calls - SLOTS:
@@ -400,9 +405,10 @@ class Recorder:
     def latest_issue(self, record: Record) -> float:
         """Return the `time.perf_counter()` at which the last of `record.ranks` made this call.
 
-        An emulated link can't begin with the call before this. The ranks are the group's members or
-        a message's two ends. A rank is left out if the board doesn't show its call (yet). For a
-        receive, the sender's time is that at which its link began to send, perhaps some time later.
+        These are the group's members or a message's two ends. An emulated link can't begin to carry
+        the call before this time. For a receive the sender counts with the time, perhaps later, at
+        which its link began to carry the message. A rank whose call isn't on the board, or not yet,
+        is left out; this rank's own time always counts.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
@@ -414,13 +420,13 @@ class Recorder:
         return max(times)
 
     def home(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (buffer, offset) of a tensor among the storages that records have kept, or None.
+        """Return (buffer, offset): where a tensor lies in storages copied into records, or None.
 
         An exercise's check uses it to see whether a gradient lies in a buffer that was sent.
-        buffer: the number of the tensor's storage, in the order in which records first kept them,
-            as in `Record.memory`.
+        buffer: the number of the tensor's storage, as in `Record.memory`: from 0, in the order in
+            which records first copied storages. It is looked up by the storage's address.
         offset: of the tensor's first element in the storage, in elements.
-        None: no record has kept a storage at this address; without keep_values none has.
+        None: no record has a copy of a storage at its address; without keep_values none has.
         """
         which = self._buffers.get(tensor.untyped_storage().data_ptr())
         return None if which is None else (which, tensor.storage_offset())
@@ -428,11 +434,11 @@ class Recorder:
     def _memory(self, tensor: torch.Tensor | None) -> tuple[int, int, list] | None:
         """Return (buffer, offset, elements) of a tensor, for `Record.memory`, or None.
 
-        buffer: the number of the tensor's storage, in the order in which records first kept them;
-            one at a new address gets the next number.
-        offset: of the tensor's first element in the storage, in elements.
-        elements: the list of all elements of the storage, also those outside the tensor.
+        buffer: the number of the tensor's storage: 0 for the first that a record kept, and so on.
+            Only its address identifies a storage: one at a freed one's address has its number.
+        offset: of the tensor's first element in it. elements: the list of all the storage's.
         None: no tensor, an empty one, or a storage of more than 64 (`KEPT_ELEMENTS`) elements.
+            The caller checks keep_values.
         """
         if tensor is None or tensor.numel() == 0:
             return None
@@ -447,12 +453,12 @@ class Recorder:
 
 
 class _Caller:
-    """A thread's reservation of one of the board's waiting marks; `place` is its index, 0 to 7.
+    """A thread's reservation of one of its rank's 8 marks; `place` is the mark's index, 0 to 7.
 
     recorder: the rank's.
-    While the thread is blocked in a collective call, send or receive, its mark names that call, for
-    the report of a hang. There is always a mark: without a free one, the last is shared. The object
-    is in thread-local storage: when the thread ends, it is deleted and the mark is free again.
+    The object is in thread-local storage: when the thread ends, it is deleted and the mark is free
+    again. If none is free, the thread shares the last mark, which then says where one of its
+    threads began to wait last. It is free again when all of these have ended.
     """
 
     def __init__(self, recorder: Recorder):
@@ -467,18 +473,20 @@ class _Caller:
 
 
 def _idles(frame: types.FrameType | None) -> bool:
-    """Return whether a thread seems to idle, as in a pool: all its code is of Python's own library.
+    """Return whether a thread seems idle: every function on its stack is in the standard library.
 
-    Such a thread isn't counted among those that may go on while another thread of the rank waits.
+    That is so for a pool's worker without a task. An idle thread isn't counted among those that may
+    still go on while another thread of the rank waits in a call.
     frame: the thread's innermost frame; None, if the thread is gone, counts as idle.
     """
     return innermost(frame, is_pythons) is None
 
 
 def recorder() -> Recorder | None:
-    """Return the recorder of this rank, or None if it isn't in a world that ddpkit set up.
+    """Return the recorder of this rank, or None if its calls aren't recorded.
 
-    `launch`, a %%ranks cell or `torchrun ... -m ddpkit.debug SCRIPT` puts the wire into a world.
+    They are in a world that `launch`, a %%ranks cell or `torchrun ... -m ddpkit.debug SCRIPT` has
+    set up: its process group is a `WireGroup`, which has the recorder.
     """
     return getattr(dist.group.WORLD, "recorder", None)
 

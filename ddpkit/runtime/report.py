@@ -1,9 +1,10 @@
 """Explain why ranks make no progress: what happened, where each rank is, and what to do.
 
 A call is a collective call, a send or a receive. A `Look` is the state of all ranks at one moment,
-as they have written it on the board, a file that they share. It has the last calls of each rank,
-and its `Situation`: whether the rank waits, in which call, and for which ranks. The explain_*
-functions return (headline, advice), two texts that `report` puts around what it says of the ranks.
+as they have written it on the board, a file that they share. For each rank it has the last calls,
+and a `Situation` (often `s`): whether the rank waits, in which call, and for which ranks. A message
+is a send or a receive; its handle is what isend or irecv returns. The explain_* functions return
+(headline, advice), two texts that `report` puts around what it says of the ranks.
 """
 
 import linecache
@@ -54,9 +55,9 @@ def explain_mismatch(by_rank: dict[int, Record]) -> tuple[str, str]:
 def _explain_splits(sizes: dict[tuple[int, int], tuple[int, int]]) -> tuple[str, str]:
     """Return (headline, advice) for an all_to_all whose splits (numbers of elements) disagree.
 
-    sizes: {(sender, receiver): (number of elements sent, another number expected)}. The headline
-        begins with the pairs of the rank that is in most of them. If there are several pairs, and
-        only this rank is in all, the advice is to look at its splits first.
+    sizes: the pairs that disagree, {(sender, receiver): (number of elements sent, number that the
+        receiver expects)}. The headline begins with the pairs of the rank that is in most pairs. If
+        it alone is in all of several pairs, the advice is to look at its splits first.
     """
     in_pairs = Counter(rank for pair in sizes for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
@@ -77,8 +78,9 @@ def _explain_splits(sizes: dict[tuple[int, int], tuple[int, int]]) -> tuple[str,
 def _how_to_agree(records: list[Record]) -> str:
     """Return the advice for a call in which ranks differ, chosen by what differs.
 
-    records: the records of the call, one of each rank. Their operations, dtypes and sizes are
-        compared, in this order.
+    records: the records of the call, one of each rank. Compared are collectives (such as
+        all_reduce), dtypes and sizes; the first difference decides. Without one, the advice is to
+        name the same root and operation (such as sum).
     """
     if len({record.op for record in records if record.op not in MESSAGES}) > 1:
         alike = "Every rank must make the same collective calls in the same order."
@@ -108,8 +110,8 @@ def _how_to_agree(records: list[Record]) -> str:
 def _far_apart(sizes: set[int]) -> bool:
     """Return whether the largest of the sizes is more than twice the smallest.
 
-    Tensors so different are probably not of the same call; a smaller difference may be due to a
-    last batch that is shorter on one rank.
+    sizes: those of the ranks' tensors in what should be one call. So different, they are probably
+        of two calls; a smaller difference may be due to a shorter last batch (a rule of thumb).
     """
     return max(sizes) > 2 * min(sizes)
 
@@ -122,7 +124,7 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
     look: the state of all ranks.
     stuck: the ranks that can never go on, as `Look.deadlocked` returns them. Some of them wait for
-        ranks that have ended or left the group, or for each other in a cycle.
+        ranks that have ended or left the group, or for each other in a cycle; the rest, for these.
     """
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
@@ -146,10 +148,10 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
 
 
 def ends_by_itself(look: Look, stuck: list[int]) -> bool:
-    """Return whether a wait of a rank in `stuck` will soon end by a timeout of the script's own.
+    """Return whether a rank in `stuck` waits with a timeout of at most 60 s (`PATIENCE_S`) in all.
 
-    Soon means: the timeout is no longer than 60 s (`PATIENCE_S`). The script may catch its error
-    and go on, so ddpkit doesn't end the ranks at once.
+    Such a short one is the script's own, of a wait(), a monitored_barrier or the group. The script
+    may catch the error that it raises and go on, so ddpkit doesn't end the ranks at once.
     """
     for s in (look.now[rank] for rank in stuck):
         for wait in (s, *s.more):
@@ -159,10 +161,11 @@ def ends_by_itself(look: Look, stuck: list[int]) -> bool:
 
 
 def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
-    """Return (headline, advice) for a wait that timed out after `seconds`.
+    """Return (headline, advice) for a rank's wait in a call that timed out after `seconds`.
 
-    They are those of `explain_deadlock` if ranks can never go on, where a rank that polls a call by
-    `is_completed()` counts as waiting in it. Otherwise they are those of `explain_standstill`.
+    If some ranks can never go on, the texts are those of `explain_deadlock`, otherwise those of
+    `explain_standstill`, about ranks that may be late. A rank that polls a call by `is_completed()`
+    counts as waiting in it if no deadlock is found without that.
     """
     if stuck := look.deadlocked() or look.polled_in_vain():
         return explain_deadlock(look, stuck)
@@ -170,10 +173,10 @@ def explain_timeout(look: Look, seconds: float) -> tuple[str, str]:
 
 
 def explain_silence(silent: list[int], seconds: float) -> tuple[str, str]:
-    """Return (headline, advice) if a wait timed out and ranks on other machines can't be reached.
+    """Return (headline, advice) for a wait that timed out while other machines can't be reached.
 
-    silent: those ranks, in ascending order. In the few seconds after the timeout their machines
-        sent no new state of them. seconds: how long the wait lasted.
+    silent: the ranks there, in ascending order: those of which their machines sent no new state in
+        the few seconds after the timeout. seconds: how long the wait lasted.
     """
     said = f"no progress for {seconds:.2g} s, and nothing is heard of {name_ranks(silent)}: "
     said += "the wire between the machines is cut, or theirs is down."
@@ -186,9 +189,9 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
     A rank is late if it is in no call while others wait for it. The headline names the late ranks
     and those that wait for them; the advice asks what keeps the first late rank at its line. If
-    none is late, the headline names the ranks inside calls, and the advice names a message whose
-    handle was deleted or, without one, asks which call is one too many. If no rank is inside a
-    call, it asks whether all ranks made the same calls.
+    none is late, the headline names the ranks inside calls. The advice names a message that may
+    never arrive, since its handle was deleted; if there is none, it asks which call is one too
+    many. If no rank is inside a call, the headline says so; the advice asks if all made the same.
     look: the state of all ranks. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
@@ -214,8 +217,9 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 def waited_s(record: Record | None, error: BaseException) -> float:
     """Return the seconds that a wait lasted before it timed out with `error`; 0.0 if unknown.
 
-    record: the call in which the rank waited, or None if it isn't known. The figure in Gloo's
-        message is taken, if there is one; otherwise the time since the wait, or the call, began.
+    The figure in Gloo's message is taken, if there is one; otherwise the time from the beginning of
+    the wait, or of the call if that of the wait isn't known, until now.
+    record: the call in which the rank waited, or None if it isn't known.
     """
     of_gloo = re.search(r"Timed out waiting (\d+)ms", str(error))  # it counts from the call on
     if of_gloo:
@@ -226,10 +230,11 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Return why a rank will never make the call in which the rank of `s` waits for it.
+    """Return what a rank has done, so that it never makes the call in which the rank of `s` waits.
 
-    The text goes on from "rank 1, which has": 'returned', 'ended the cell' or 'destroyed its group
-    without that call (...)'. It is about the first rank of `look.gone(s)`, which mustn't be empty.
+    The text goes on from "rank 1, which has": 'returned' (from its function), 'ended the cell' (of
+    a notebook), or 'destroyed its group without that call (train.py:12: ...)'. It is about the
+    first of the ranks that can't come any more, `look.gone(s)`; there must be one.
     """
     other = look.now[look.gone(s)[0]]
     where = other.destroyed.get(group_of(s.call))
@@ -242,9 +247,10 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
     """Return those of the waiting ranks that wait for each other in a cycle, in the given order.
 
     If 0 and 1 wait for each other and 2 for 0, these are ranks 0 and 1. Rank 2 isn't in the cycle,
-    and may go on once that is broken. If there are several cycles, all are returned, except one
-    whose ranks also wait for another cycle; [] if there is none.
-    waiting: a `Situation` for each rank that waits.
+    and may go on once that is broken. Cycles that share a rank count as one. A cycle is left out if
+    one of its ranks also waits for a rank in `waiting` outside of it. The others' ranks are
+    returned in one list; [] without any.
+    waiting: a `Situation` for each rank that waits. Waits for other ranks are ignored.
     """
     ranks_waiting = {s.rank for s in waiting}  # a missing rank may still compute
     awaited = {s.rank: ranks_waiting.intersection(s.missing) for s in waiting}
@@ -264,12 +270,13 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] | None:
     """Return the call that a rank in a cycle of waits seems to have left out, and the evidence.
 
-    circle: the `Situation` of each rank in the cycle.
+    circle: the `Situation` of each rank in the cycle, each waiting for others of them.
     Return (call, rank, evidence), or None if there is no evidence. In `call` another rank waits for
     `rank`, which is in a call on another channel (a group, or the messages with one tag from one
     rank to another). `evidence` is an earlier call of `rank` on the channel of `call`, which came
-    after the same calls, from the same lines. For example, a rank waits in group B for `rank`,
-    whose calls were in groups A, B, A, C: its call in B is the evidence, since B came after A once.
+    after the same calls, from the same lines, as the call in which `rank` is now. For example, a
+    rank waits in group B for `rank`, whose calls were in groups A, B, A, C: the call in B, after
+    the first A, is the evidence, since C came after the second A.
     """
     for s in circle:
         for rank in s.missing:
@@ -284,9 +291,10 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
 def _what_came_next(records: list[Record]) -> Record | None:
     """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
-    It looks for the longest earlier sequence of calls that were made on the same channels (groups,
-    for messages also ranks and tags) and from the same lines as the latest calls, and returns the
-    call that followed it. If several sequences are equally long, the latest counts.
+    Two calls match if they were made on the same channel (group; for messages also ranks and tag)
+    and from the same line. The result is the call that followed the longest earlier sequence which
+    matches the end of `records`; of several equally long, the latest. It is None if no earlier call
+    matches the last one.
 
     records: the rank's last calls, the oldest first.
     """
@@ -304,11 +312,11 @@ def _what_came_next(records: list[Record]) -> Record | None:
 
 
 def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
-    """Return advice that names the rank in a cycle that seems to have skipped a call, or None.
+    """Return advice that names the rank that seems to have skipped a call; None if none seems to.
 
-    For example, a rank whose calls were in groups A, B, A, C seems to have skipped one in B if
-    another rank waits for it there. Return None without such a sign.
-    circle: the `Situation` of each rank in the cycle.
+    For example, the calls of a rank were in groups A, B, A, C, and another rank waits for it in B:
+    it seems to have skipped the call in B after the second A.
+    circle: the `Situation` of each rank in a cycle, in which each waits for another.
     """
     found = _skipped(circle, look)
     if found is None:
@@ -323,8 +331,8 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
     """Return the names of the ranks for which the rank of `s` waits: 'ranks 1 and 3'.
 
-    It is 'all others' if it waits for all others, and they are more than 3 (`MANY_RANKS`).
-    ranks: if it is given, these are named instead.
+    They are 'all others' if they are all other ranks of the world, and more than 3 (`MANY_RANKS`).
+    ranks: name these instead, in the same way.
     """
     ranks = s.missing if ranks is None else ranks
     everybody_else = len(look.ranks) - 1
@@ -372,8 +380,8 @@ def crossed(look: Look) -> str | None:
     """Return sentences that say which ranks made different groups under the same number, or None.
 
     Each rank numbers the groups in the order in which it makes them, and the members of a group
-    look up each other's addresses by its number. If a rank leaves out a group that it isn't in, it
-    numbers later ones differently, and they may never connect.
+    look up each other's addresses by its number. A rank that leaves out a group, even one that it
+    isn't in, numbers later groups differently, and the members of these may never connect.
     """
     groups = look.crossed_groups()
     if not groups:
@@ -387,10 +395,10 @@ def crossed(look: Look) -> str | None:
 
 
 def let_go(look: Look) -> str | None:
-    """Return sentences on a message that isn't complete and whose handle was deleted, or None.
+    """Return sentences on the first incomplete message whose handle was deleted without a wait().
 
-    They name the line of its isend or irecv, which returned the handle. Without the handle the
-    message may never be delivered, and may hold up all later ones.
+    They name the rank and the line of its isend or irecv. Without the handle the message may never
+    be delivered, and may hold up all later ones. None: there is no such message.
     """
     for rank in look.ranks:
         for record in look.records[rank]:
@@ -400,7 +408,7 @@ def let_go(look: Look) -> str | None:
 
 
 def _let_go(rank: int, message: Record) -> str:
-    """Return the sentences that say on which line `rank` began `message` without waiting for it."""
+    """Return advice on a message, given as its record, that `rank` began and never waited for."""
     call, handle = ("isend", "send") if message.op == "send" else ("irecv", "receive")
     said = f"Rank {rank} began its {handle} with {call} and never waited for it"
     where = describe_place(message.place)
@@ -419,10 +427,11 @@ def report(
 ) -> str:
     """Return the whole report: headline, where the ranks are, a table of their last calls, advice.
 
-    Below the table stands a warning for each rank that may be in an endless loop, if there is one.
-    advice: what to do. If, for example, rank 0's third process group has other members than rank
-        1's third, these may never connect: a text that explains this (`crossed`) replaces it. If a
-        rank is in a call that it made in an `except` or `finally`, a sentence before it says so.
+    Below the table stands a warning for each rank that may be in an endless loop.
+    headline: what happened. advice: what to do. If ranks made different process groups under one
+        number, say as their third, sentences that explain this (`crossed`) replace the advice. If
+        some ranks, not all, are in a call made in an `except` or `finally`, a sentence before it
+        names the first of them.
     look: the state of all ranks.
     stuck: whether the table marks as a difference (≠) a call that only some ranks have made. True:
         the others will never make it. False: they may only be late.
@@ -445,9 +454,9 @@ def report(
 def _where(s: Situation, look: Look) -> str:
     """Return in lines where a rank is: "waiting for rank 1 in barrier()", "  step, line 3: ...".
 
-    The second line has the user's function, the number and the text of its line. Further lines name
-    the line of an installed framework, such as lightning, by which the call was made, and say where
-    the rank's other threads wait.
+    The second line has the user's function, the number and the text of the line that the rank has
+    reached. Further lines name the line of an installed framework, such as lightning, by which the
+    call was made, and say where the rank's other threads wait.
     """
     state = "waiting, by is_completed()," if s.state == "polling" else s.state
     if state == "computing" and (unseen := _open_in_cpp(look, s.rank)):
@@ -469,9 +478,9 @@ def _where(s: Situation, look: Look) -> str:
 
 
 def _open_in_cpp(look: Look, rank: int) -> Record | None:
-    """Return the first open call of `rank` whose future was taken, as by DDP, or None.
+    """Return the oldest incomplete call of `rank` whose `get_future()` was called, or None.
 
-    C++ code may wait for that future, which leaves no mark on the board.
+    C++ code, such as DDP's, may wait for that future, while the board shows the rank as computing.
     """
     return next((r for r in look.records[rank] if r.by_future and r.done is None), None)
 
@@ -479,12 +488,12 @@ def _open_in_cpp(look: Look, rank: int) -> Record | None:
 def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
     """Return one rank's record of the call to blame for the hang of `ranks`; None if unknown.
 
-    The call decides which ones the report's table shows. It is the one in which ranks differ, if
-    there is one. Otherwise it is the earliest in which a rank waits for a rank that doesn't wait
-    itself. If all wait for each other, it is a call that one of them seems to have left out. For
-    example, rank 1 has made calls in groups A, B, A, C, and rank 0 waits for it in B. Since rank
-    1's first call in A was followed by one in B, it seems to have left out the second in B; the
-    record returned is that of rank 0.
+    The report's table shows the calls of the same group, or from the same sender to its receiver.
+    The call is that in which ranks differ, say in size, if there is one. Otherwise it is the
+    earliest in which a rank waits for a rank that doesn't wait itself. If all wait for each other,
+    it is a call that one of them seems to have left out. For example, rank 1 made calls in groups
+    A, B, A, C, and waits in C for rank 0, which waits in its second call in B: rank 1 seems to have
+    left that out, and rank 0's record of it is returned.
     """
     different = look.mismatch()
     if different:

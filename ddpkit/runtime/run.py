@@ -1,7 +1,7 @@
-"""`Run`: a launch's results, output and calls; it writes the calls into files for other tools.
+"""`Run`: the results, output and calls of a launch, that is of one call of `launch`.
 
-These are a Chrome trace for https://ui.perfetto.dev, and dumps in the format of PyTorch's flight
-recorder, which PyTorch's analyser `torchfrtrace` reads.
+On request it writes the calls to files: a Chrome trace for https://ui.perfetto.dev, or dumps in the
+format of PyTorch's flight recorder, which PyTorch's analyser `torchfrtrace` reads.
 """
 
 import time
@@ -21,13 +21,14 @@ def clock_s() -> float:
 class Run:
     """The results of a launch: `run[2]` is the value that rank 2 returned, `list(run)` all values.
 
-    The error of a failed launch has one as `error.run`: all results None, seconds NaN, backend "".
+    The error of a failed launch (a RankError or HangError) has a `Run` as well, `error.run`: all
+    results None, seconds NaN, backend "". Under torchrun each rank gets a `Run` of all ranks.
 
     results: the values that the ranks returned, by rank.
     output: for each rank, the text that it, its C++ code and its child processes printed; "" under
-        torchrun. The middle of more than 2 MB, and Gloo's and NCCL's lines on connections, are cut.
-    wire: for each rank, the `Record`s of its calls (collectives, messages, new groups) in order, of
-        a failed launch the last 256 at most. Times in them are of `time.perf_counter()`.
+        torchrun. The middle of a text over 2 MB is cut, and lines of Gloo and NCCL on connections.
+    wire: for each rank, the `Record`s of its calls (collectives, messages, new groups) in order;
+        after a failed launch only the last 256. Their times are of `time.perf_counter()`.
     seconds: the time from the start of the first process until all have ended; under torchrun, the
         time that this rank spent in the function.
     backend: the backend that was chosen, and why, as in "gloo on CPU: as asked".
@@ -68,9 +69,10 @@ class Run:
         return write_trace(path, self.wire, self.clock_s, profiles or {})
 
     def flight_recorder(self, folder: str | Path) -> None:
-        """Write dumps as PyTorch's flight recorder does, for its analyser or `ddpkit.explain`.
+        """Write all calls in PyTorch's flight recorder's format, for `torchfrtrace` to read.
 
-        folder: gets a file for each rank, `rank_0`, `rank_1`, ..., and is created if necessary.
+        folder: created if necessary; gets a file for each rank, `rank_0`, `rank_1`, ..., in place
+            of older ones. `ddpkit.explain` reads such a folder as well.
         """
         from ..inspect.flight_recorder import write_dumps
 
@@ -81,9 +83,9 @@ class Run:
 
 
 def show_by_rank(texts: dict[int, str]) -> str:
-    """Return the texts as one, each after its rank, as in "rank 2: ", with further lines indented.
+    """Join texts into one, each on a new line that begins with its rank, as in "rank 2: ".
 
-    texts: {rank: its text}, in the order in which they are to stand.
+    texts: {rank: its text}, in the order in which they are to stand. Further lines are indented.
     """
     lines = []
     for rank, text in texts.items():

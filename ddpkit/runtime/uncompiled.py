@@ -1,6 +1,7 @@
-"""Keep ddpkit's process groups and their handles out of torch.compile, which fails in them.
+"""Keep torch.compile away from ddpkit's process groups and their handles, whose code breaks it.
 
-So a program can compile a module that communicates, as `torch.compile(DDP(model))` does.
+The decorator `uncompiled` of their classes does it. So a program can compile a module that
+communicates, as `torch.compile(DDP(model))` does.
 """
 
 import inspect
@@ -12,8 +13,8 @@ def uncompiled(cls: type) -> type:
     """Change `cls` so that torch.compile leaves its methods alone, with all they call; return it.
 
     Inside a compiled program they run as plain Python. This holds for plain methods in the body of
-    the class, not for inherited ones, properties, static or class methods. For a function,
-    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds.
+    the class, not for inherited ones, properties, static or class methods. `torch.compiler.disable`
+    would do the same for each method, but imports the compiler, which takes seconds.
     """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)

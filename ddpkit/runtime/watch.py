@@ -144,15 +144,15 @@ class Watch:
                 self._raise_failure(rank, rank.exit_code)
 
     def _hear(self, rank: processes.Rank, word: str, said):
-        """Handle one message of a rank: a word, and `said`, the data that belongs to it.
+        """Handle one message about a rank: a word, and `said`, the data that belongs to it.
 
-        "exit": the rank has ended without a reply; `said` is its exit code, which may be 0.
-        "failed": it raised an exception, which the `Failure` `said` describes. For both words this
-            raises HangError if the board shows that ranks' calls differ, which is then the cause;
-            otherwise RankError (NoGpu, a subclass, if CUDA can't use the rank's GPU).
+        "exit": its process has ended without a reply; `said` is the exit code, which may be 0.
+        "failed": it raised an exception, which the `Failure` `said` describes.
         "disagrees": ranks made different calls where all must make the same; `said` is {rank: the
             `Record` of its call}. Raises HangError.
-        "done": the rank's reply is `said`, which is put into `replies`.
+        "done": `said` is the rank's reply; it goes into `replies`, and the rank out of `pending`.
+        For "exit" and "failed" this raises HangError if the board shows that ranks' calls differ,
+        since that is then the cause; otherwise RankError (NoGpu if CUDA can't use the rank's GPU).
         """
         if word in ("exit", "failed"):
             self._raise_failure(rank, said)

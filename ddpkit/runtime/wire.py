@@ -1,14 +1,16 @@
 """The wire: a process group that records every call and passes it to the real Gloo or NCCL group.
 
 Every call in the group passes through, also object collectives, and calls that PyTorch makes in
-C++, as DistributedDataParallel does. From this one layer come the counts of calls and bytes that
-exercises check, timelines, animations, the report of a hang, and the emulated link, which delays
-calls as a slower network would. Tensors are passed on untouched, so results are bit-identical.
+C++, as DistributedDataParallel does. This one layer is the source of timelines, animations, the
+report of a hang, and the counts of calls and bytes by which exercises are checked. It also emulates
+a link: it delays calls as a slower network would. Results are bit-identical to those without it.
 
+Words used in this file:
 board: the shared file in which every rank writes its calls, for the report of a hang to read.
 channel: a group, or the messages with one tag from one member to another. The n-th calls that ranks
     make on a channel belong together.
-record: a `Record`, one call of this rank: its operation, arguments, line of the script, and times.
+record: a `Record`, one call of this rank: its operation, arguments, line of the script, and times;
+    with keep_values, an argument of `launch`, also the elements of small tensors.
 recorder: the rank's `Recorder`, which keeps the list of records and writes them on the board.
 """
 
@@ -54,14 +56,15 @@ NEVER = timedelta(days=365)  # the timeout under `launch`, unless the reader giv
 class WireWork(Work):
     """The handle of a call on the wire; its `wait` marks the rank on the board as waiting.
 
-    inner: the real group's handle.
+    inner: the handle that the real group returned for the call.
     record: the `Record` of the call, in which its times and waits are noted.
     recorder: the rank's `Recorder`, which notes the call's end and writes the mark.
-    arriving: the tensors that the call fills, whose elements the record may keep.
-    until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`,
-        and that blocks until the call is done; for an emulated link, or a receive from any rank.
-    delivered: for a collective on an emulated link: a future that is complete when the link would
-        have delivered it. get_future() returns it instead of the inner handle's.
+    arriving: the tensors that the call fills; with keep_values, the record keeps their elements.
+    until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`.
+        It calls its argument; then it blocks until an emulated link would have delivered or, for a
+        receive from any rank, notes the sender, which is known only then.
+    delivered: for a collective on an emulated link, a future that get_future() returns instead of
+        the inner handle's. It completes, with the same value, when the link would have delivered.
     """
 
     def __init__(
@@ -120,15 +123,15 @@ class WireWork(Work):
 def _hold_back(recorder: Recorder, record: Record):
     """Sleep until the emulated link would have delivered a call whose real transfer is complete.
 
-    Without a link, or if the call is recorded as done, do nothing. A rank's transfers queue: the
-    recorder's `link_out` and `link_in` are the times at which its link is free again for sending
-    and for receiving. The call is delivered `link.seconds(...)` after `record.started`:
-    - a send: `WireGroup.send` has set `record.started`, and `link_out`.
-    - a receive: starts once `link_in` has come, this rank has made the call, and the sender's link
-      has begun to send (`started` of the send on the board, if it can be read there). Its delivery
-      is the new `link_in`.
-    - a collective: starts once `link_in` and `link_out` have come and, as far as the board shows,
-      the last member has made the call. Its delivery is the new `link_in` and `link_out`.
+    Do nothing without a link, or if `record.done` is set, as by a wait in another thread. A rank's
+    transfers queue: the recorder's `link_out` and `link_in` are the times at which its link is free
+    again for sending and for receiving. The call is delivered at `record.started` plus the seconds
+    that the link needs for its bytes.
+    - a send: `WireGroup.send` has set `record.started` and `link_out`; this only sleeps.
+    - a receive: set `record.started` to the latest of `link_in`, this rank's call and, if the board
+      shows it, the time at which the sender's link began to send. Set `link_in` to the delivery.
+    - a collective: set `record.started` to the latest of `link_in`, `link_out` and, as far as the
+      board shows, the last member's call. Set both to the delivery.
     """
     link = recorder.link
     if link is None or record.done is not None:
@@ -150,8 +153,8 @@ def _recorded(op: str, method: str, sent: int = 0):
 
     op: torch.distributed's name for the call, such as "all_reduce".
     method: the name of the real group's method.
-    sent: the index of the method's argument that holds the input tensors; argument 0 holds the
-        output, or both.
+    sent: the index of the method's argument that holds the input tensors. Argument 0 holds the
+        output; with 0 the call works in place, so this is the input as well.
     """
 
     def call(self, *args):
@@ -177,10 +180,10 @@ def _as_list(tensors) -> Sequence[torch.Tensor]:
 def _splits(args: tuple, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (elements sent to each member, elements expected from each) of an all_to_all.
 
-    args: of the real group's method, in one of two forms. (output, input, options): two lists, with
-        a tensor for each member. (output, input, output counts, input counts, options): two
-        tensors, whose rows are divided among the members by these lists or, if they are empty or
-        missing, evenly.
+    args: the arguments of the real group's method. `alltoall` gets (outputs, inputs, options): two
+        lists, with a tensor for each member. `alltoall_base` gets two tensors, (output, input,
+        output counts, input counts, options). The counts are lists of rows, one for each member; if
+        they are empty or left out, the rows are divided evenly.
     world_size: the number of members.
     """
     received, sent, *sizes, _ = args
@@ -202,8 +205,8 @@ OPTIONS = {"all_reduce": dist.AllreduceOptions, "all_gather": c10d.AllgatherOpti
 class WireGroup(dist.ProcessGroup):
     """A process group around the real one: it records every call, and can delay it.
 
-    The delay is that of an emulated link. Its methods are those that torch.distributed calls on a
-    process group; their arguments and results are torch's.
+    It delays calls if the recorder has an emulated link, from `launch(..., link=...)`. The methods
+    are those that torch.distributed calls on a process group, with torch's arguments and results.
     inner: the real group.
     name: the group's name on the board, the shared file in which every rank writes its calls.
     ranks: the members, as ranks of the world.
@@ -238,11 +241,11 @@ class WireGroup(dist.ProcessGroup):
     def connecting(self):
         """Context manager: record one call, "new_group", while the block connects a real group.
 
-        That is the Gloo or NCCL group inside this one or, in a split, inside a part of this one.
         Connecting blocks until all members take part, as a collective does, so the report of a hang
-        must know of it. The record has this group's members, and a channel of its own: "new 1#1" if
-        this group's name is "1#1". For the world's own group nothing is recorded, since the states
-        of the ranks on the board show which of them have joined the world.
+        must know of it. The real group is the Gloo or NCCL group inside this new one; but in
+        `split_group` this is the old group, all of whose members take part. The record has this
+        group's members and the channel "new 1#1", if "1#1" is this group's name. While the world
+        itself connects, nothing is recorded: on the board, ranks' states show which have joined it.
         """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
@@ -289,8 +292,8 @@ class WireGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         """Record a barrier and make it on the real group; return its handle, or None if it blocked.
 
-        On NCCL the barrier is made asynchronous in any case. So the program blocks in the handle's
-        `wait`, which marks the rank on the board as waiting.
+        It blocks on Gloo unless the options or an emulated link make it asynchronous. On NCCL it is
+        always asynchronous, so that the program blocks in `wait`, which marks the rank as waiting.
         """
         opts = opts or dist.BarrierOptions()
         if self.recorder.streams:
@@ -302,9 +305,9 @@ class WireGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks=False):
         """Record a monitored barrier and block in it; on a timeout, Gloo raises RuntimeError.
 
-        Rank 0's error names the first rank that didn't arrive, or all of these if `wait_all_ranks`.
-        timeout: how long to wait. 30 minutes, which torch passes where the user gives none, stands
-            for the group's own timeout.
+        Rank 0's error names the first of the ranks that didn't arrive; with `wait_all_ranks`, all.
+        timeout: how long to wait. If it is 30 minutes, which torch passes where the user gives no
+            timeout, the group's own timeout is used instead.
         """
         record = self._record(wording.collective, "barrier", (), (), None, None, None)
         if timeout == c10d.default_pg_timeout:
@@ -320,8 +323,8 @@ class WireGroup(dist.ProcessGroup):
 
         The handle is a StreamWork if the tensors are on a GPU, otherwise a WireWork. If the options
         say that the call isn't asynchronous, return None: on the CPU once it is complete, on a GPU
-        at once, since NCCL puts the call on the current stream. With an emulated link, always
-        return a handle; its `wait` ends when the link would have delivered.
+        at once, since NCCL puts the call on the current stream, before all later work. But with an
+        emulated link, return a handle even then, for which torch.distributed waits.
         op: torch.distributed's name for the call, such as "all_reduce".
         method, args: the real group's method, and its arguments, of which the last is the options.
         sent, arriving: flat lists of the tensors that the call reads, and those that it fills.
@@ -363,13 +366,16 @@ class WireGroup(dist.ProcessGroup):
         return WireWork(inner, record, recorder, arriving)
 
     def _streams(self, tensors: Sequence[torch.Tensor]) -> Streams | None:
-        """Return the `Streams` that times calls on this rank's GPU; None for tensors on the CPU."""
+        """Return this rank's `Streams`, which times calls on its GPU by CUDA events, or None.
+
+        None: the tensors are on the CPU, or there are none.
+        """
         return self.recorder.streams if tensors and tensors[0].is_cuda else None
 
     # Point to point.
 
     def send(self, tensors, dst, tag):
-        """Record a send and make it; return its handle, whose `wait` an emulated link prolongs.
+        """Record a send and make it; return its handle, whose `wait` is longer on an emulated link.
 
         tensors: a list of one tensor. dst: the receiver's number in the group. tag: the message's.
         """
@@ -384,7 +390,9 @@ class WireGroup(dist.ProcessGroup):
         return self._handle(self.inner.send(tensors, dst, tag), record)
 
     def recv(self, tensors, src, tag):
-        """Record a receive and start it; return its handle, whose `wait` an emulated link prolongs.
+        """Record a receive and start it; return its handle.
+
+        On an emulated link, the handle's `wait` ends only when the link would have delivered.
 
         tensors: [the one to fill]. src: the sender's number in the group. tag: the message's.
         """
@@ -428,8 +436,8 @@ class WireGroup(dist.ProcessGroup):
         """Return a message's handle, whose `wait` waits for `inner` and notes the end in `record`.
 
         With an emulated link, `wait` also sleeps until the link would have delivered the message.
-        inner: the real group's handle.
-        arriving: the tensors that a receive fills, whose elements the record may keep.
+        inner: the handle that the real group returned for the message.
+        arriving: the tensors that a receive fills; with keep_values, their elements are recorded.
         """
         recorder = self.recorder
         held_back = partial(_through_link, recorder, record) if recorder.link else None
@@ -441,9 +449,9 @@ class WireGroup(dist.ProcessGroup):
         words: `wording.collective`, `wording.message` or `wording.new_group`, which describes the
             call as a `Said`, the part of a record that is the same each time the line is run.
         what: the arguments of that function after `member` and `place`, which are added here.
-        frames: how many of ddpkit's own frames are skipped in the search for the script's line that
-            makes the call, to save time: 3 are those of `call_site`, `_record` and the method that
-            calls `_record`; 4 also the caller of that method.
+        frames: how many of ddpkit's own frames the search for the script's line passes over, to
+            save time: 3 are those of `call_site`, `_record` and the method that calls `_record`; 4
+            also the caller of that method.
         """
         place = *call_site(frames), handled()
         said, now = words(self._member, place, *what), time.perf_counter()
@@ -477,12 +485,13 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group; return a `WireGroup` around this rank's part, or None.
+        """Split the real group; return a `WireGroup` around this rank's part, None if it has none.
 
-        All members of this group must call it. None: this rank isn't in any part.
+        All members of this group must call it.
         ranks: the members of this rank's part, as numbers in this group; those of the first part,
             if this rank is in none.
-        timeout: None, or torch's default, means this group's timeout. The others are torch's.
+        timeout: None means this group's timeout, and so does torch's default of 30 minutes, which
+            dist.split_group passes where the user gives none. The other arguments are torch's.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
@@ -499,8 +508,9 @@ class WireGroup(dist.ProcessGroup):
     def shutdown(self):
         """Shut down this rank's part of the group; `dist.destroy_process_group` calls this.
 
-        On Gloo it doesn't block; connections stay open at least until all members have called it:
-        closed early, they would fail a member that still waits, with an error that hides the cause.
+        On Gloo it returns at once. The recorder keeps the connections open until all members have
+        called this, or the process ends: closed early, they would raise an error in a member that
+        still waits, which hides the cause. On NCCL the real group is shut down.
         """
         self.recorder.destroyed(self._member.name)
         if self.inner_name == "gloo" and self.recorder.board is not None:
@@ -517,10 +527,11 @@ class WireGroup(dist.ProcessGroup):
 
 
 def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.futures.Future):
-    """Note in a call's record that it is complete, unless its future failed; called by the future.
+    """Note in a call's record that the call is complete; its future calls this.
 
-    future: that of the real group's handle, complete by now; it may have failed by a timeout.
-    arriving: the tensors that the call fills, whose elements the record may keep.
+    If the future failed, as by a timeout, the record stays as it is.
+    future: that of the handle which the real group returned for the call.
+    arriving: the tensors that the call fills; with keep_values, the record keeps their elements.
     """
     try:
         future.value()
@@ -532,21 +543,21 @@ def _finished(recorder: Recorder, record: Record, arriving: list, future: torch.
 def _through_link(recorder: Recorder, record: Record, wait: Callable):
     """Call wait() for the real transfer, then sleep until the emulated link would have delivered.
 
-    The time on the link counts from the moment at which the link is free for this call and, unless
-    the call is a send, the other ranks have made it. If that time is over already, or the recorder
-    has no link, this doesn't sleep.
+    The emulated transfer takes as long as the link needs for the call's bytes. It begins once this
+    rank's earlier transfers are over and, unless the call is a send, the other ranks have made the
+    call as well. If its end is past already, or the recorder has no link, this doesn't sleep.
     """
     wait()
     _hold_back(recorder, record)
 
 
 def _deliver(recorder: Recorder, inner: Work, record: Record, arriving: list, delivered):
-    """Wait for a collective and the emulated link's delay; then complete the future `delivered`.
+    """Wait until a link would have delivered a collective; then complete the future `delivered`.
 
     It runs in the group's own thread, one call after the other. The record notes the end of the
     call, unless there is an error, which is passed to the future.
-    recorder, record: the rank's recorder, and the call's record. inner: the real group's handle.
-    arriving: the tensors that the call fills, the future's value.
+    recorder, record: the rank's recorder, and the call's record. inner: the handle that the real
+    group returned for the call. arriving: the tensors that the call fills, the future's value.
     """
     try:
         _through_link(recorder, record, inner.wait)
@@ -560,10 +571,11 @@ def of_this_attempt(store: dist.Store) -> dist.Store:
     """Return a view of `store` without the keys from before a restart by torchrun.
 
     torchrun keeps its store after a restart, with the addresses of dead processes: plain Gloo tries
-    to connect to them, and fails or waits (pytorch/pytorch#167288). On the first attempt, `store`
-    itself is returned. It is also returned with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0
-    makes a new store for each attempt. Several machines need that setting, since torchrun counts
-    restarts separately on each machine, and the counts may differ.
+    to connect to them, and fails or waits (pytorch/pytorch#167288). So all keys in the view get a
+    prefix with torchrun's count of restarts. `store` itself is returned on the first attempt, and
+    if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as rank 0 then makes a new store each time.
+    Several machines need that setting, which isn't checked: each counts its own restarts, and where
+    the counts differ, ranks wait in vain for each other's keys.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return store
@@ -580,16 +592,17 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
     recorder: this rank's recorder, which gets all calls.
     backend: the real one, "gloo" or "nccl"; with "nccl", tensors on the CPU still go by Gloo.
     device: the device that this rank computes on.
-    one_machine: whether all ranks are on this machine, as under `launch`. If so, Gloo listens on
-        the loopback interface only, and a year replaces torch's default timeout of 30 minutes, as
-        `launch` itself reports hangs. Any other timeout, which the script gives, is kept.
+    one_machine: True if ddpkit started the ranks, all on this machine; False under torchrun. With
+        True, Gloo listens on the loopback interface only, and a timeout of 30 minutes, which torch
+        passes if the script gives none, becomes a year, since ddpkit reports hangs itself.
     """
 
     def create(options, given) -> WireGroup:
-        """Return the `WireGroup` around a new real group; torch calls this for each group.
+        """Make a real group, Gloo or NCCL by `backend`, and return the `WireGroup` around it.
 
-        options: torch's options of the new group: its store, its members, its timeout.
-        given: a script's own pg_options, or None.
+        Torch calls this for each group.
+        options: torch's `_DistributedBackendOptions`: the group's store, members and timeout.
+        given: the script's pg_options, or None; NCCL takes all of it but the timeout, Gloo nothing.
         """
         ranks = tuple(options.global_ranks_in_group)  # empty: all
         ranks = ranks or tuple(range(options.group_size))
@@ -635,13 +648,14 @@ def register_wire(recorder: Recorder, backend: str, device: torch.device, one_ma
 
 
 def _nccl(options, device: torch.device, timeout: timedelta, given):
-    """Connect an NCCL communicator; return (its process group, its backend type).
+    """Make an NCCL group, and connect it at once; return (the ProcessGroupNCCL, its backend type).
 
-    `bound_device_id` stays None. With it torch would split this communicator for a new group, which
-    takes a call of every member of the world, while here only the group's members make a call.
-    options: torch's options of the new group: its store, its members, this rank's number among
-        them.
-    timeout: after which NCCL gives up a call.
+    It blocks until all members call it. The world's `bound_device_id` must stay None: with it torch
+    would make ranks outside a new group wait for its members to split the world's communicator with
+    them, but here the members connect a new one.
+    options: torch's `_DistributedBackendOptions`: the group's store, its members, this rank's
+        number among them.
+    device: this rank's GPU. timeout: after which NCCL gives up a call.
     given: a script's own pg_options, which may ask for a stream of high priority, or None.
     """
     # Six lines on each rank about messages being serialised, which the pipeline plans for.
@@ -655,13 +669,15 @@ def _nccl(options, device: torch.device, timeout: timedelta, given):
 
 
 def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, calm: bool):
-    """Connect a Gloo group; return (its process group, its backend type).
+    """Make a Gloo group, and connect it; return (the ProcessGroupGloo, its backend type).
 
-    options: torch's options of the new group: its size, this rank's number in it.
+    options: torch's `_DistributedBackendOptions`: the group's size, this rank's number in it.
     store: where the members exchange their addresses.
+    timeout: after which Gloo gives up connecting, or a call.
     one_machine: listen on the loopback interface only; otherwise on those that GLOO_SOCKET_IFNAME
         names, separated by commas; without it, on Gloo's default.
-    calm: keep Gloo's reading threads from preempting the rank, for the emulated link.
+    calm: True on an emulated link: keep Gloo's reading threads from preempting the rank, which the
+        network that it stands for wouldn't do.
     """
     gloo = dist.ProcessGroupGloo._Options()
     before = _threads()
@@ -677,27 +693,32 @@ def _gloo(options, store: dist.Store, timeout: timedelta, one_machine: bool, cal
 
 
 def _listen_on(interface: str):
-    """Return Gloo's device for a network interface, made as torch makes it.
+    """Return the device (of torch's Gloo) for listening on a network interface.
 
-    interface: its name; "": the interface with the address of the host's name.
+    interface: its name, such as "eth0". "": the interface with the address to which the host's name
+        resolves; if there is none, torch takes the loopback interface.
+    RuntimeError: no interface has that name.
     """
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _threads() -> set[str]:
-    """Return the ids of all this process's threads, C++ ones included; empty except on Linux."""
+    """Return the ids of all this process's threads, C++ ones included, as /proc/self/task has them.
+
+    Two calls show which are new. Except on Linux, the set is empty.
+    """
     return set(os.listdir("/proc/self/task")) if hasattr(os, "SCHED_BATCH") else set()
 
 
 def _let_others_go_first(readers: set[str]):
     """Keep Gloo's reading threads from preempting this rank when a message wakes them.
 
-    The rank often holds the connection's lock at that moment. The reader then spins in `epoll_wait`
-    until the scheduler intervenes. So for each message the rank's core loses most of a millisecond
-    of computing, which the network that the link emulates wouldn't cost. SCHED_BATCH, which only
-    Linux has, marks a thread that needn't run at once.
-    readers: the ids of the threads, as /proc names them.
+    They get the scheduling policy SCHED_BATCH, which marks a thread that needn't run at once. The
+    rank often holds the connection's lock when a message comes. The reader then fails to get it,
+    and polls again and again, until the scheduler stops it. For each message that takes most of a
+    millisecond from the rank's core, which the network that the link emulates wouldn't cost.
+    readers: the ids of the threads, from `_threads`. A thread that has ended is skipped.
     """
     for thread in readers:
         with contextlib.suppress(OSError):  # it has ended, or a container forbids it
@@ -711,9 +732,10 @@ _new_group, _split_group = c10d.new_group, c10d.split_group
 
 
 def _named_backend(group=None):
-    """Return the name of the real backend inside a group on the wire; replaces dist.get_backend.
+    """Return the name of a group's real backend, "gloo" or "nccl"; replaces dist.get_backend.
 
-    group: None for the world. A group that isn't on the wire is passed to torch's own function.
+    For a `WireGroup` torch's would return "ddpkit". For other groups, this calls torch's.
+    group: None for the world.
     """
     group = group or c10d._get_default_group()
     return dist.Backend(group.inner_name) if isinstance(group, WireGroup) else _get_backend(group)
@@ -723,10 +745,10 @@ def _named_backend(group=None):
 def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
     """Make a group on the wire, unless a backend other than the world's is asked for.
 
-    It replaces dist.new_group. Scripts that write checkpoints in a thread ask for "gloo". In a
-    world on Gloo that makes no difference; in one on NCCL they get a plain Gloo group, which isn't
-    recorded. A `device_id` is dropped, since with it torch would connect each group twice. The
-    arguments and the result are torch's.
+    It replaces dist.new_group, whose arguments and result it has. For example, scripts that write
+    checkpoints in a thread ask for "gloo". In a world on Gloo that makes no difference; in one on
+    NCCL they get torch's plain Gloo group, which isn't recorded. A `device_id` is dropped: with it
+    torch would connect the group to NCCL a second time, after `_nccl` has.
     """
     world = c10d._get_default_group()
     wired = isinstance(world, WireGroup)
@@ -739,9 +761,10 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
 
 @functools.wraps(_split_group)
 def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
-    """Split a group as torch does, but refuse to split one on NCCL; replaces dist.split_group.
+    """Split a group as torch does, but refuse a `WireGroup` on NCCL; replaces dist.split_group.
 
-    On NCCL torch splits a group only if its world has a bound device, and the wire's has none.
+    On NCCL torch needs a world with a bound device, which on the wire it never has: see `_nccl`. A
+    part of a `WireGroup` on Gloo is one as well; torch before 2.15 raises RuntimeError instead.
     ValueError: the parent is on NCCL and the wire; make each part with dist.new_group.
     """
     parent = parent_pg or c10d._get_default_group()
@@ -752,18 +775,21 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Return a new Gloo group that isn't recorded, to compare with the wire; all ranks call it."""
+    """Return a new Gloo group of all ranks whose calls aren't recorded, to compare costs with.
+
+    Every rank must call this function.
+    """
     return _new_group(backend="gloo")
 
 
 def _batched(p2p_op_list):
-    """Start a batch of messages; return their handles. It replaces dist.batch_isend_irecv.
+    """Start a batch of messages; return a handle for each. It replaces dist.batch_isend_irecv.
 
     On NCCL the messages must go to it as one batch: sent one by one they could deadlock. torch's
     own function batches only for torch's own class of group, so for a `WireGroup` it is done here.
-    A message from a rank to itself joins the batch, unrecorded and without a handle, as no other
-    rank takes part in it. On the CPU, or in a batch of nothing else, it raises ValueError. Batches
-    on the CPU, or in a group that isn't a `WireGroup`, are passed to torch's function.
+    A wait for one message waits for the batch. In it, a message from a rank to itself isn't
+    recorded and has no handle. Batches on the CPU, or in another group, are passed to torch.
+    ValueError: a message of a `WireGroup` from a rank to itself, on the CPU or with no others.
     p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None

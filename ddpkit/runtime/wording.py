@@ -1,12 +1,13 @@
 """Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
-A `Said` is the part of a call's record that is the same each time. Those of collectives and
-messages are cached by line and arguments: recording may take no more than 30 µs a call, and a
-training step makes the same calls again and again. The records are written to the board, a file
-that all ranks share.
+A `Said` is the part of a call's record that is the same each time a line makes the same call. Those
+of collectives and messages, but not the rare new groups', are cached by line and arguments (shapes,
+dtype): recording may take no more than 30 µs a call, and a training step repeats its calls. Records
+are written to the board, a file that all ranks share, where each rank finds the others' calls.
 
-The argument `place` is the user's line, as (file, line, function, via). If that line called an
-installed framework, via is "file:line:function" of the framework's line, otherwise "".
+The argument `place` is the user's line, (file, line, function, via, amid). If that line called an
+installed framework, via is "file:line:function" of the framework's line that led to torch; amid is
+the exception that the line handles, as "ValueError: no data (train.py:12)"; otherwise they are "".
 """
 
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ once = lru_cache(4096)
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, which is quick
 class Member:
-    """A rank as a member of a process group: what is needed to describe its calls in words.
+    """A rank as a member of a process group: what is needed to describe the rank's calls in words.
 
-    name: the group's name on the board, such as "0#1": torch's name, and the number of the
-        world, from 1, since a script may end one and begin another. label: its name in texts, such
-        as "world" or "group [0, 2]". ranks: the members, as ranks of the world. rank: this rank's
-        number in the group.
+    name: the group's name on the board, such as "0#1": torch's name, and the number of the script's
+        world, from 1, since it may end its world and begin another. label: the group's name in
+        texts, such as "world" or "group [0, 2]". ranks: the members, as ranks of the world. rank:
+        this rank's number in the group.
     """
 
     name: str
@@ -76,9 +77,9 @@ class Member:
         raise ValueError(f"{me}, which is itself: {remedy}")
 
     def _why_not(self, number: int) -> str:
-        """Return sentences for an error's text that guess how a call came to name a wrong rank.
+        """Return sentences, for an error's text, that guess why a call names a rank out of range.
 
-        number: the rank that the call names, which is negative or too large for the group.
+        number: that rank as a number in the group: below 0, or at least the group's size.
         """
         if number < 0:
             ring, made = "In a ring, take % world_size.", "Is it made for fewer ranks?"
@@ -87,10 +88,11 @@ class Member:
 
 
 def new_group(member: Member, place: Place) -> Said:
-    """Describe the call that connects a new group, which blocks like a collective, as a `Said`.
+    """Describe the making of a group, in which a rank waits for the other members, as a `Said`.
 
-    Its fingerprint, the text that must be the same on all ranks, is "": nothing is compared.
-    member: this rank in the new group or, when a group is split, in the group that is split.
+    Ranks don't compare these calls: the fingerprint, the text for that, is "".
+    member: this rank as a member of the group whose members must all take part: the new group or,
+        in a split, the one that is split.
     """
     members = name_group(member.ranks).removeprefix("group ")
     said = member.ranks, f"new {member.name}", "", members
@@ -114,8 +116,8 @@ def collective(
 
     member: this rank in the group of the call.
     op: torch.distributed's name of the operation, such as "all_reduce".
-    alike: the shapes whose total number of elements is compared between ranks. They are the same as
-        `shapes`, except on the root of a scatter: there that of its output, as on the receivers.
+    alike: the shapes whose elements, counted together, must be as many on all ranks: `shapes`, but
+        on the root of a scatter the shape of its output, as on the receivers.
     shapes: the shapes of this rank's input tensors or, on a receiver of a scatter, of its output.
         The `Said` has their total `bytes`, and the `shape` of the first.
     dtype: of the tensors; None for a barrier, which has none.
@@ -193,14 +195,14 @@ def message(
 def _in_group(member: Member) -> list[str]:
     """Return a list with the group's name, such as ["group [0, 2]"]; for the world, an empty one.
 
-    The name stands after a call's arguments: "8 float32, sum, group [0, 2]".
-    member: this rank as a member of the group, with its name as `member.label`.
+    It is appended to a call's arguments in words: "8 float32, sum, group [0, 2]".
+    member: this rank as a member of the group, whose name is `member.label`.
     """
     return [] if member.label == "world" else [member.label]
 
 
 def _root_name(op: str) -> str:
-    """Return what torch.distributed calls the root's argument in this operation: "dst" or "src"."""
+    """Return torch's name of the argument for the root of `op`: "dst" (reduce, gather) or "src"."""
     return "dst" if op in ("reduce", "gather") else "src"
 
 

@@ -1,9 +1,10 @@
-"""Run a rank: start it safely, join the world, work, send the result, and wait to be ended.
+"""Run a rank: set up its process, join the world, work, send the result, and wait to be ended.
 
-This is the code that runs in the process of a rank; `processes.py` starts it with three arguments.
-assignment: the rank's orders.
+`processes.py` starts a rank's process, which runs `main` or `serve_cells` with three arguments:
+assignment: the rank's orders, such as its number and the number of ranks: see `Assignment`.
 pipe: the rank's end of the pipe for messages to and from the parent.
 lifeline: a pipe that closes when the parent ends, upon which the rank ends as well.
+A rank that ended by itself would fail others, which may still use its connections.
 """
 
 import ast
@@ -54,7 +55,8 @@ class Assignment:
     """The orders of a new rank, which its process unpickles first.
 
     It is plain data, so that unpickling it imports nothing of the user's before the rank is set up.
-    folder: the launch's temporary folder. choice: the backend, and the number of GPUs.
+    folder: the launch's temporary folder, where the function to call is in a file.
+    choice: the backend, and `gpus`, the number of GPUs among which the ranks are spread, perhaps 0.
     link: the slow network to emulate between ranks, or None.
     keep_values: whether the records of calls keep the numbers in tensors of at most 64 elements.
     environ: {name: value} of all environment variables of the rank.
@@ -78,7 +80,7 @@ class Assignment:
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which this rank computes: GPU number `rank % gpus`, or the CPU."""
+        """Return this rank's device: GPU `rank % choice.gpus`, or the CPU if `choice.gpus` is 0."""
         gpus = self.choice.gpus
         return torch.device("cuda", self.rank % gpus) if gpus else torch.device("cpu")
 
@@ -86,11 +88,11 @@ class Assignment:
 def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
     """Run a rank of `launch`: join the world, call the function, reply, and block until killed.
 
-    The function and its arguments are in the file "call" of the launch's folder. The value that it
-    returns and the rank's records are put into the file "result" of the rank, as (value, records).
-    The reply is ("failed", `Failure`), which describes an exception, or ("done", names): those of
-    the modules in `SLOW_IMPORTS` that are loaded by then, which the parent preloads for the next
-    launch. It blocks because closing a connection early would fail ranks that still talk to it.
+    The function and its arguments are in the file "call" of the launch's folder. Then (the value
+    that it returned, the rank's records) is pickled into the rank's file, such as "result.2", and
+    the reply is ("done", names of those `SLOW_IMPORTS` that are loaded by now): the parent preloads
+    these modules for the next launch. If any of this raises, also joining or pickling, there is no
+    result, and the reply is ("failed", a `Failure` that describes the exception).
     """
     recorder = become_rank(assignment, pipe, lifeline)
     pid = os.getpid()
@@ -114,13 +116,14 @@ def main(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
-    """Run a rank of `%%ranks`: join the world, then run cell after cell in one namespace.
+    """Run a rank of the magic `%%ranks`: join the world, then run cell after cell in one namespace.
 
     It never returns; the parent kills the process. The first reply, once the world is joined, is
-    ("done", None). Then the parent sends (source, file, whether to return records) for each cell,
-    and the reply is ("done", (repr of the cell's last expression or None, records of its calls or
-    [])). Where something raises, the reply is ("failed", a `Failure` that describes the exception),
-    and the rank goes on with the next cell.
+    ("done", None). Then the parent sends (source, file, whether to return records) for each cell;
+    file is a name for the source, for tracebacks. The reply is ("done", (the cell's value as
+    `run_cell` returns it, records of its calls or [])). If joining or a cell raises, the reply is
+    ("failed", a `Failure` that describes the exception), and the rank is ready for the next cell;
+    but if it hasn't joined, the parent ends it.
     """
     recorder = become_rank(assignment, pipe, lifeline)
     board = recorder.board
@@ -157,10 +160,10 @@ def serve_cells(assignment: Assignment, pipe: Connection, lifeline: Connection):
 
 
 def run_cell(source: str, file: str, names: dict) -> str | None:
-    """Run a cell's code in the namespace `names`; return the repr of its last expression.
+    """Run a cell's code in the namespace `names`; return the repr of its last expression's value.
 
-    None: the cell doesn't end with an expression, or its value is None.
-    file: the name under which the source is kept, so that a traceback shows its lines.
+    None: the cell doesn't end with an expression, or the value is None.
+    file: a name for the source, which is put into `linecache`, so that a traceback shows its lines.
     """
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     tree = ast.parse(source, file)
@@ -173,12 +176,13 @@ def run_cell(source: str, file: str, names: dict) -> str | None:
 
 
 def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) -> Recorder:
-    """Turn this new process into a rank; return its `Recorder`, which keeps records of its calls.
+    """Turn this new process into a rank; return the `Recorder` that will keep the rank's records.
 
-    From now on it ends when its parent does, Ctrl-C is ignored, and output goes into a file. The
-    environment is that of the assignment. SIGUSR1 writes the stacks of its threads into a file, for
-    the parent to read. torch gets a random seed of its own in each rank. The world isn't joined
-    yet.
+    From now on the process ends when its parent does, Ctrl-C is ignored, and output goes into the
+    rank's file "output". The environment is that of the assignment. SIGUSR1 writes the stacks of
+    all threads into the rank's file "stack", for the parent to read. torch gets a new random seed,
+    which differs by rank and by launch. The world isn't joined yet.
+    pipe: the rank reports there, later on, that ranks make different calls.
     """
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
@@ -211,7 +215,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
         wait_to_be_ended()
 
     def timed_out(record, error):
-        """Add a note to `error`, the timeout of a call: which ranks wait for which.
+        """Add to `error`, the exception of a call that timed out, which ranks wait for which.
 
         record: the `Record` of the call.
         """
@@ -227,10 +231,11 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 
 
 def end_with_parent(lifeline: Connection):
-    """End this rank and its children when `lifeline` closes, which it does however the parent ends.
+    """Arrange that this rank and its children end when the parent does; return at once.
 
-    On Linux the kernel then sends SIGKILL, even to a rank whose C code never releases the GIL. On
-    other systems a thread that reads the lifeline ends them; on Windows it ends the rank alone.
+    However the parent ends, `lifeline` closes. On Linux the pipe is set (F_SETSIG) to send SIGKILL
+    then to this rank's process group, even if C code never releases the GIL. On other systems a
+    thread that reads the lifeline kills the group; on Windows it ends the rank alone.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
@@ -250,7 +255,7 @@ def end_with_parent(lifeline: Connection):
 
 
 def wait_to_be_ended():
-    """Block until the parent kills this rank, when all ranks have replied or some fail or hang."""
+    """Block for ever: the parent kills this rank, once all have replied, or some fail or hang."""
     threading.Event().wait()
 
 
@@ -281,7 +286,7 @@ def flush():
 def take_gpu(assignment: Assignment):
     """Make this rank's GPU the current device of CUDA; do nothing for a rank on the CPU.
 
-    NoGpu: CUDA can't use it; the launch may then start anew on the CPU.
+    NoGpu is raised if CUDA can't use it; all ranks then start anew on the CPU, unless on "nccl".
     """
     if assignment.choice.gpus:
         try:
@@ -295,9 +300,9 @@ def take_gpu(assignment: Assignment):
 def join_world(assignment: Assignment, recorder: Recorder):
     """Initialise torch.distributed on the wire, the process group that records every call.
 
-    It returns when all ranks are connected. The store is a file, and Gloo and (by default) NCCL
-    listen on the loopback interface only: no port is guessed, no host name resolved, and nothing is
-    reachable from outside this machine.
+    It returns when all ranks are connected. The store is a file, so that no port is guessed and no
+    host name resolved. Gloo and NCCL listen on the loopback interface only, so nothing is reachable
+    from outside this machine, unless the user has set NCCL_SOCKET_IFNAME.
     """
     rank, world_size = assignment.rank, assignment.world_size
     register_wire(recorder, assignment.choice.backend, assignment.device, one_machine=True)
@@ -310,7 +315,7 @@ def join_world(assignment: Assignment, recorder: Recorder):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler for a rank's result, which `save` writes: tensors on a GPU become ones on the CPU.
+    """A pickler for a rank's result, which `save` writes: it copies tensors on a GPU to the CPU.
 
     So the parent, which unpickles it, needn't use CUDA. Functions and classes that a notebook's
     cell defines, lambdas as well, are pickled with their code.
