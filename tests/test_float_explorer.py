@@ -52,6 +52,14 @@ def test_buttons_turn_bits(quick):
     assert pressed == [bit == "1" for bit in "1011111000000000"]
 
 
+def test_a_bit_is_one_of_the_format_that_is_shown(quick):
+    explorer, *_ = live("1", "bf16")
+    explorer.entry.value = "abc"  # so the next choice can't take effect
+    explorer.choice.value = "fp8 e4m3"
+    explorer.buttons.children[0].value = True
+    assert (explorer.number.value, explorer.choice.value) == (-1.0, "bf16")
+
+
 def test_every_button_turns_its_own_bit(monkeypatch):
     one = figures.in_words("94 pictures would take a while")
     monkeypatch.setattr(module, "float_bits", lambda *_: one)

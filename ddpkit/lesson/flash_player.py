@@ -30,12 +30,12 @@ IN_WORK, GONE, SKIPPED = page.ORANGE, page.SKY, page.FAINT
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of the matrix of scores, and the state of online softmax in its rows after it.
+    """A block of the matrix of scores, and online softmax's state after it, for each of its rows.
 
     rows, columns: the indices of the queries and of the keys that the block covers.
-    m: for each of its rows, the largest score so far.
-    correction: for each row, the factor by which this tile multiplied the sum so far: below 1 if
-        the maximum grew, otherwise 1; 0 in the first tile.
+    m: for each of its rows, the largest score so far, those of this tile included.
+    correction: for each row, the factor by which this tile multiplied the sum of the tiles before:
+        below 1 if the maximum grew, otherwise 1. In the first tile of these rows it is 0.
     ell: for each row, the sum of e^(score − m) so far.
     last: whether this is the last tile of these rows.
     """
@@ -67,11 +67,12 @@ class Tile:
 
 
 def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
-    """Compute online softmax on a matrix of scores, and yield each `Tile`, the top rows' first.
+    """Compute online softmax on a matrix of scores; yield `Tile`s, row by row from left to right.
 
-    scores: a matrix of shape (queries, keys), in which masked scores are -inf already.
+    scores: a matrix of shape (queries, keys). Masked scores must be -inf already.
     tile: the number of queries and of keys in a tile; tiles at the edges may have fewer.
-    causal: leave out the keys of a tile that come after all its queries, and tiles without a key.
+    causal: cut from each tile the keys whose index is greater than that of the tile's last query,
+        and skip tiles of which nothing is left.
     """
     queries, keys = scores.shape
     for start in range(0, queries, tile):
@@ -90,11 +91,11 @@ def tiles(scores: Tensor, tile: int, causal: bool) -> Iterator[Tile]:
 def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
     """Return a widget that steps through a matrix of attention scores as flash attention does.
 
-    A step shows one tile, of at most 2 queries and 2 keys, and the state of each row after it,
-    which is its maximum, correction and sum so far, and its log-sum-exp at the end.
+    A step shows one tile, of at most 2 queries and 2 keys, and for each row the maximum, correction
+    and sum after it and, once the row is finished, the log-sum-exp.
 
     scores: a matrix of shape (queries, keys), from 1 × 1 to 8 × 8 (`LARGEST`), all finite.
-    causal: mask the scores of keys that come after their query.
+    causal: mask each score whose key has a greater index than its query.
     ValueError: `scores` has another shape, is larger, or contains infinities or NaN.
     """
     fits = scores.ndim == 2 and min(scores.shape) > 0 and max(scores.shape) <= LARGEST
@@ -117,11 +118,11 @@ def flash_player(scores: Tensor, causal: bool = False) -> StepThrough:
 
 
 def describe(tile: Tile) -> str:
-    """Return in words which queries and keys a tile covers, and the state of its rows after it.
+    """Return in words which queries and keys a tile covers, and where its rows stand after it.
 
-    The state of a row is its maximum m, the correction by which the tile multiplied the sum so far,
-    the sum ℓ of e^(score − m) and, in the row's last tile, the log-sum-exp. For example:
-    "query 2, key 2: row 2: m 2, ℓ so far × 0.368, ℓ 1.5, lse 2.41".
+    For example: "query 2, key 2: row 2: m 2, ℓ so far × 0.368, ℓ 1.5, lse 2.41". Row 2 is that of
+    query 2; rows are separated by ";". 0.368 is the correction, by which the tile multiplied the
+    earlier ℓ. The log-sum-exp, lse, is left out unless this is the row's last tile.
     """
     said = []
     for at, row in enumerate(tile.rows):
@@ -142,16 +143,19 @@ def _named(one: str, several: str, span: range) -> str:
 
 
 def _typeset(value: float) -> str:
-    """Return a number as text of about six characters, with a true minus sign; "−∞" for -inf."""
+    """Return a number as short text with true minus signs, such as "−0.368", "1.2e4" or "−∞".
+
+    Whole numbers below 10^8 are written whole, others to three digits, or two if that is too long.
+    """
     return "−∞" if value == -math.inf else number(value).replace("-", "−")
 
 
 def draw(scores: Tensor, steps: list[Tile], step: int, text: str) -> Picture:
-    """Draw the matrix of scores with its current tile, and each row's state after that tile.
+    """Draw the matrix of scores with its current tile, and beside each row its state so far.
 
-    Beside a row stands its state after the last of its tiles up to this one: m, the correction by
-    which that tile multiplied the sum so far, ℓ and, if it is the row's last tile, the log-sum-exp
-    "lse". A row that no tile has reached yet has m = −∞ and ℓ = 0.
+    The state is as the row's newest tile, the current or an earlier one, has left it: m, that
+    tile's correction, ℓ and, once the row is finished, the log-sum-exp "lse". A row that no tile
+    has reached yet has m = −∞ and ℓ = 0.
 
     scores: the matrix, of shape (queries, keys). steps: all its tiles, in order.
     step: the number of the current tile, counted from 1.

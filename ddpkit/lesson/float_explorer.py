@@ -1,4 +1,4 @@
-"""Make the float explorer of notebook 05: type a number or flip bits, and see it in each format."""
+"""Make notebook 05's float explorer: type a number, see its bits in six formats, and flip them."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -36,11 +36,11 @@ class FloatExplorer(Live):
         super().__init__("\n".join([caption, *map(str, self._in_all_formats())]), picture)
 
     def _set(self, value: str, format: str, pattern: int | None = None) -> None:
-        """Set the present number from typed text or, if `pattern` is given, from its bits.
+        """Set `number` to the typed text or, if `pattern` is given, to the number with these bits.
 
-        value: the typed text; it isn't used if there is a pattern. format: such as "bf16".
-        pattern: the bits of the number in that format, as an integer, or None.
-        ValueError: as for `parse`.
+        The widgets aren't updated. value: the typed text; it isn't used if there is a pattern.
+        format: such as "bf16". pattern: all bits in that format, as an integer, or None.
+        ValueError: the text is no number, or the pattern has too many bits; nothing is changed.
         """
         chosen = BY_NAME[format]
         if pattern is None:
@@ -52,9 +52,10 @@ class FloatExplorer(Live):
         self.number = floats.Number(pattern, chosen)
 
     def _in_all_formats(self) -> list[floats.Number]:
-        """Return the present value rounded to each of `floats.FORMATS`, in their order.
+        """Return the typed number, or after a flip the new one, in each of `floats.FORMATS`.
 
-        The one in the chosen format is the object `number` itself, so that its row is highlighted.
+        Each is rounded from that number. In the chosen format it is the object `number` itself,
+        whose row the picture highlights.
         """
         found = {}
         for format in floats.FORMATS:
@@ -63,9 +64,9 @@ class FloatExplorer(Live):
         return list(found.values())
 
     def look(self) -> tuple[str, Picture]:
-        """Return (caption, picture) of the present number.
+        """Return (caption, picture): the number's bits in the chosen format, and in all formats.
 
-        The caption gives its bits in the chosen format, the picture those in every format.
+        The caption is plain text; the picture is a `Picture`, a drawing with its alt text.
         """
         number = self.number
         said = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
@@ -73,7 +74,7 @@ class FloatExplorer(Live):
 
     @cached_property
     def box(self):
-        """Return the ipywidgets box with number, format and bits, above the picture.
+        """Return the ipywidgets box: number, format and bits, and below them caption and picture.
 
         It is created on first use, which also sets `entry`, `choice` and `buttons`.
         """
@@ -94,16 +95,18 @@ class FloatExplorer(Live):
         return asking(controls, self._shown)
 
     def _move(self, _, pattern: int | None = None) -> None:
-        """Update all widgets and the picture after a typed number, chosen format or flipped bit.
+        """Update `number`, widgets and picture after a typed number, a new format or a flipped bit.
 
-        The widgets call it after each change. It does nothing while `_follow` updates them.
+        The widgets call this method after each change. It ignores changes that it makes to them
+        itself, by `_follow`. If the text is no number, a message takes the caption's place, and
+        nothing else changes.
         _: ipywidgets' report of the change, which isn't used.
-        pattern: all bits as an integer, if one of them was flipped; None: read the number and the
-            format from the widgets. If the text is no number, a message says so.
+        pattern: after a flip all bits, as an integer; None: read the typed text.
         """
 
         def changed() -> tuple[str, Picture]:
-            self._set(self.entry.value, self.choice.value, pattern)
+            name = self.choice.value if pattern is None else self.number.format.name
+            self._set(self.entry.value, name, pattern)
             self._follow()
             return self.look()
 
@@ -111,7 +114,7 @@ class FloatExplorer(Live):
             show(self._shown, changed)
 
     def _follow(self) -> None:
-        """Set the widgets to the present number: its text, its format, and a button for each bit.
+        """Set the widgets to `number`: its text, its format, and a button for each bit.
 
         The text is what was typed or, after a flipped bit, the new value. The widgets report these
         changes like a reader's, so `_move`, which answers such reports, is switched off meanwhile.
@@ -130,7 +133,7 @@ class FloatExplorer(Live):
             self._following = False
 
     def _button(self, place: int):
-        """Return a button that flips one bit of the present number when it is clicked.
+        """Return a button that flips one bit of `number` when it is clicked.
 
         place: the bit's position in the format, from 0 for the highest bit, which is the sign.
         """
@@ -152,8 +155,9 @@ float_explorer = FloatExplorer  # called like the other widgets
 def parse(text: str) -> float:
     """Return the number that a text stands for, such as "0.1", "1e-8", "1/3", "inf", "nan", "-0".
 
-    ValueError: the text is neither a number nor a fraction of integers, a denominator is 0, or a
-        fraction is beyond the largest float.
+    A decimal beyond the largest float, such as "1e999", is inf.
+    ValueError: the text is neither a number nor a fraction of integers, the denominator is 0, or
+        the fraction is beyond the largest float.
     """
     try:
         return float(Fraction(text)) if "/" in text else float(text)

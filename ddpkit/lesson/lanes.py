@@ -1,7 +1,8 @@
 """Draw the calls of a failed launch: a row (lane) for each rank, with a circle for each call.
 
-An open circle is a call that never finished. A live notebook shows the picture below the report of
-the failure; the notebooks that the course stores don't contain it.
+The calls of a rank stand from left to right in their order, not to scale in time. An open circle is
+a call that never finished. When a reader runs a cell whose launch fails, the picture appears below
+the report of the failure; the outputs that are stored with the course lack it.
 """
 
 from ..runtime.errors import LaunchError
@@ -14,13 +15,14 @@ PITCH, LANE, LEFT, NAMES = 46, 44, 110, 260  # pixels
 
 
 def lanes(error: LaunchError) -> Picture:
-    """Draw the last calls of each rank of a failed launch, in the order in which it made them.
+    """Draw the last calls of a failed launch, a row for each rank, in the order of the calls.
 
     A filled circle is a call that was completed, an open circle a call that wasn't. A column has
-    the n-th recorded call of every rank; only the last `MOST` (14) columns are drawn. The alt text
-    gives each rank's number of calls (256 at most), and its last open call.
+    the n-th call of every rank, counted from the oldest that is recorded. Only the last `MOST` (14)
+    columns are drawn; the row of a rank that made none of these calls has no circle. The alt text
+    gives each rank's number of recorded calls, and its last open one.
 
-    error: what `launch` raised; its `wire` has the records of each rank's calls, the last 256.
+    error: what `launch` raised; its `wire` has the records of each rank's last 256 calls.
     ValueError: no rank made a call, so there is nothing to draw.
     """
     made = max(map(len, error.wire), default=0)

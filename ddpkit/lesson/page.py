@@ -1,6 +1,7 @@
-"""Drawing tools for all figures: colours, sizes, a canvas in pixels, charts with axes, pictures.
+"""Drawing tools for all figures: colours, sizes, a canvas in pixels, charts with axes.
 
-A rank has the same colour and label in every figure. No text is smaller than 14 pt.
+A rank has the same colour and label in every figure. A finished figure, with its alt text, is a
+`Picture`. Give no text a size below 14 points (`SMALL`); a pixel of the canvas is 0.75 points.
 """
 
 import base64
@@ -39,9 +40,9 @@ def colour(rank: int | frozenset[int] | None) -> str:
     """Return the colour, "#RRGGBB", in which the data of a rank is drawn.
 
     rank: a rank. From rank 9 on colours repeat, so labels must tell ranks apart. A frozenset of
-        ranks, for a number known to combine theirs, gives white, on which `Canvas.cells` draws a
-        stripe for each. None gives grey: it isn't known which rank or ranks the number came from,
-        as for a sum of which only the value is known.
+        ranks stands for a number that combines numbers of these ranks, such as their sum, and gives
+        white, on which `Canvas.cells` draws a stripe for each rank. None gives grey: it isn't known
+        from which rank or ranks the number came.
     """
     if isinstance(rank, frozenset):
         return EMPTY
@@ -76,12 +77,12 @@ def ink(fill: str) -> str:
 class Picture:
     """A drawn figure with its alt text, on a white background, legible in light and dark themes.
 
-    A notebook cell shows its `png`, which has twice as many pixels for sharp screens and shrinks to
-    fit the window. Widgets show its `svg`, in which boxes and texts of a `Canvas` can slide from
-    one place to another. `png` and `svg` are bytes.
+    A notebook cell shows its `png`, which for sharp screens has twice the pixels of the shown width
+    and height, and shrinks to fit a narrow window. Widgets show its `svg`, in which boxes and texts
+    of a `Canvas` can slide from one place to another. `png` and `svg` are bytes.
 
-    figure: a finished matplotlib figure. It is changed: it gets a grey frame, lines and arrows too
-        pale for white are darkened, and its layout is computed once, here, and then kept.
+    figure: a finished matplotlib figure. Making the Picture changes it: it gets a grey frame, lines
+        and arrows too pale for white are darkened, and its layout is computed and then kept.
     text: what the figure shows, in words, for screen readers and stored notebooks.
     """
 
@@ -130,7 +131,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return (width, height) in pixels, as shown; the PNG has twice as many."""
+        """Return (width, height) as shown, in pixels; the PNG is twice as wide and as high."""
         width, height = self.figure.bbox.size
         return round(width), round(height)
 
@@ -149,7 +150,7 @@ class Picture:
 
     @cached_property
     def svg(self) -> bytes:
-        """Return the figure as SVG, the same bytes each time that the same figure is drawn."""
+        """Return the figure as SVG, without dates and random ids: in every run the same bytes."""
         import matplotlib
 
         page = io.BytesIO()
@@ -201,16 +202,16 @@ def legend(figure, handles: Sequence = ()) -> None:
 
 
 def patch(label: str, fill: str, edge: str = "black"):
-    """Return a legend entry for `legend`: a filled box and its label. fill, edge: colours."""
+    """Return an entry for `legend`: a matplotlib `Patch` with a label. fill, edge: colours."""
     from matplotlib.patches import Patch
 
     return Patch(fc=fill, ec=edge, label=label)
 
 
 def stroke(label: str, fill: str = "black", **style):
-    """Return a legend entry for `legend`: a line and its label.
+    """Return an entry for `legend` (of this module): a matplotlib `Line2D` with a label.
 
-    fill: the line's colour. style: options of matplotlib's `Line2D`.
+    fill: the line's colour. style: further options of `Line2D`.
     """
     from matplotlib.lines import Line2D
 
@@ -228,11 +229,11 @@ def with_units(axis, unit: str) -> None:
 
 
 def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
-    """Write text centred at (x, y) on a shape of colour `fill`, in black or white to be legible.
+    """Write text centred at (x, y), in black or white, whichever is legible on `fill`.
 
-    The text has a background of that colour, so that lines below it don't show.
-
-    axes: matplotlib's chart. x, y: the position, in the units of the axes.
+    fill: the colour of the shape that is there already. A box of this colour behind the text hides
+        lines that were drawn there.
+    axes: matplotlib's chart. x, y: the position in data coordinates.
     style: options of matplotlib's `Axes.text`.
     """
     under = {"fc": fill, "ec": "none", "pad": 1}
@@ -243,7 +244,7 @@ def write_on(axes, x: float, y: float, text: str, fill: str, **style) -> None:
 def write_after(axes, x: float, y: float, text: str, **style) -> None:
     """Write text to the right of (x, y), the end of a bar, on a white background.
 
-    axes: matplotlib's chart. x, y: the position, in the units of the axes.
+    axes: matplotlib's chart. x, y: the position in data coordinates.
     style: options of matplotlib's `Axes.annotate`.
     """
     style = {"va": "center", "fontsize": SMALL, "bbox": WHITE, "zorder": 4} | style
@@ -253,9 +254,9 @@ def write_after(axes, x: float, y: float, text: str, **style) -> None:
 def log_y(axes, label: str, unit: str) -> None:
     """Make the y axis logarithmic, with a grid, and with several ticks even if its range is short.
 
-    Draw the data before, because its range decides where the ticks are.
+    Call this once the data is drawn, because the data's range decides where the ticks are.
 
-    label: the axis's name. unit: "s" or "B", written with the ticks' numbers.
+    label: the axis's name. unit: that of the data, "s" or "B"; ticks read "10 ms" or "1 MB", say.
     """
     axes.set_yscale("log")
     axes.minorticks_off()
@@ -288,9 +289,9 @@ class Canvas:
     Later shapes cover earlier ones, but texts lie above all shapes. `picture` returns the result.
 
     width, height: the size of the page, in pixels.
-    gid: None at first, or what `moving(start, end)` returned. Boxes and texts that are drawn while
-        it is set slide once when a widget shows the picture, as a message does from its sender to
-        its receiver: from `start` to `end`, offsets in points from where they are drawn.
+    gid: None at first. While the caller has set it to what `moving(start, end)` returned, boxes and
+        texts are drawn so that they slide once, from `start` to `end`, when a widget shows the
+        picture, as messages do. `moving` says how the two are measured.
     """
 
     def __init__(self, width: float, height: float):
@@ -310,7 +311,8 @@ class Canvas:
     def box(self, x, y, width, height, fill=EMPTY, edge="black", line=1.5, dashed=False, round=0):
         """Draw a box whose upper left corner is (x, y).
 
-        x, y, width, height: in pixels. fill, edge: colours, or "none". A pale edge is darkened.
+        x, y, width, height: in pixels. fill, edge: colours, or "none"; the default fill is white,
+            and an edge too pale to stand out on white is darkened.
         line: width of the edge, in points. dashed: whether the edge is dashed.
         round: radius of the corners, in pixels.
         """
@@ -336,7 +338,7 @@ class Canvas:
     def line(self, points, ink, line=1.5):
         """Draw a line through `points`, a list of (x, y) in pixels.
 
-        ink: its colour. line: its width in points.
+        ink: its colour, as matplotlib takes it. line: how thick it is, in points.
         """
         from matplotlib.lines import Line2D
 
@@ -346,7 +348,7 @@ class Canvas:
     def arrow(self, start, end, ink="black", line=3.0, dashed=False):
         """Draw an arrow from `start` to `end`, each (x, y) in pixels.
 
-        ink: its colour. line: its width in points.
+        ink: its colour, as matplotlib takes it. line: how thick it is, in points.
         """
         from matplotlib.patches import FancyArrowPatch
 
@@ -373,7 +375,7 @@ class Canvas:
         self.text(x + 40, y + 10, text, align="left")
 
     def mixed_key(self):
-        """Draw a legend entry for grey cells at the foot of the page: "data of several ranks"."""
+        """Draw at the foot of the page, for grey boxes, a legend entry: "data of several ranks"."""
         self.key(16, self.height - 32, MIXED, "data of several ranks")
 
     def cells(self, x, y, values, owners, width, per_line=None, marked=()):
@@ -381,10 +383,11 @@ class Canvas:
 
         x, y: the upper left corner of the first box, in pixels. width: of a box, in pixels.
         values: the numbers. A None among them is drawn as an empty, dashed box; for an empty list
-            or None, one such box is drawn.
-        owners: for each number, the rank that it came from; a frozenset of ranks if it combines
-            theirs, which is drawn with a stripe for each; None, drawn in grey, if unknown.
-        per_line: the number of boxes in a line, which is 36 (ROW) pixels high; by default all.
+            or None, one such box is drawn, and `owners` isn't used.
+        owners: a list with, for each number, the rank that it came from; a frozenset of ranks if it
+            combines theirs, drawn as stripes for these; or None, drawn in grey, if that is unknown.
+        per_line: after how many boxes a new line begins; by default never. Boxes are 36 (ROW)
+            pixels high, and there is no gap between lines.
         marked: the indices of the numbers that get a thick frame.
         """
         if not values:
@@ -424,18 +427,19 @@ class Canvas:
 def moving(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a value for `Canvas.gid` that makes shapes move when a widget shows their picture.
 
-    Boxes and texts that are drawn while it is set travel from `start` to `end`, and stay there.
-    Both are offsets (x, y) from the place where they are drawn: x to the right, y downwards, (0, 0)
-    for that place itself, where the PNG shows them. They are in points, the unit of the SVG: a
-    pixel of the canvas is 0.75 points (72 / DPI).
+    Boxes and texts, but no lines or arrows, that are drawn while `gid` has this value travel from
+    `start` to `end`, and stay there. start, end: offsets (x, y), right and down, from the place
+    where a shape is drawn, which is also where the PNG shows it. They are in points, the unit of
+    the SVG: a pixel of the canvas is 0.75 points (72 / DPI).
     """
     return "from {:.1f} {:.1f} to {:.1f} {:.1f}".format(*start, *end).replace("-0.0", "0.0")
 
 
 def cell_width(*rows: Sequence | None) -> float:
-    """Return the width of a cell, in pixels, that fits the longest number in any of the rows.
+    """Return how wide the boxes of `Canvas.cells` must be, in pixels, for all these numbers to fit.
 
-    It is at least 44. rows: lists of numbers; a row that is None counts as empty.
+    The longest number, as it is written, decides; the result is at least 44.
+    rows: lists of numbers; a row that is None counts as empty.
     """
     lengths = [len(number(value)) for row in rows for value in row or ()]
     return max(44, max(lengths, default=1) * DIGIT + 8)

@@ -11,13 +11,13 @@ DIFFERS = re.compile(r"\d+ ≠")  # how a row begins, in the table of calls, whe
 
 
 class LaunchError(RuntimeError):
-    """The base class of a launch's errors: ranks failed or hang, or a result can't be had.
+    """The base class of a launch's errors: ranks failed or hang, or a result can't be unpickled.
 
-    message: the report. Its first line is the headline; in that of a `HangError` the last part,
-        after a blank line, is advice.
+    message: the report. Its first line is the headline. The report of a `HangError` ends with
+        advice, after a blank line.
     output: for each rank, the text that it printed, as in `Run.output`; [] if it isn't known.
-    wire: for each rank, the list of its last `Record`s, at most 256, one for each collective call,
-        message or new group; [] if they aren't known.
+    wire: for each rank, the list of its last calls, at most 256, each a `Record`: a collective
+        call, a send, a receive or the making of a group. [] if they aren't known.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class LaunchError(RuntimeError):
 
 
 class RankError(LaunchError):
-    """An error that says that a rank raised, exited or was killed, or its result can't be loaded.
+    """A LaunchError: a rank raised, exited or was killed, or its result can't be unpickled.
 
     rank: the number of the rank to blame, if possible the first that failed on its own account
         rather than because another rank had failed.
-    kwargs: `output` and `wire`, as in `LaunchError`: for each rank, its text and its last records.
+    kwargs: `output` and `wire`, as in `LaunchError`: for each rank, what it printed and its calls.
     """
 
     def __init__(self, message: str, rank: int, **kwargs):
@@ -59,7 +59,7 @@ class RankError(LaunchError):
         self.rank = rank
 
     def __reduce__(self):
-        """Return (class, arguments, attributes) for pickle, whose default would omit `rank`."""
+        """Return (class, arguments, attributes) for pickle, whose arguments would lack `rank`."""
         return type(self), (str(self), self.rank), self.__dict__
 
 
@@ -68,18 +68,18 @@ class NoGpu(RankError):
 
 
 class HangError(LaunchError):
-    """An error that says that ranks hang, or took too long; its message is the report.
+    """A LaunchError: ranks hang, or took longer than the timeout; its message is the report.
 
-    Ranks hang if their calls differ, or if they can't connect or wait for a call that never ends.
+    Ranks hang if their calls differ, they wait for a call that never ends, or they can't connect.
     """
 
 
 def shown(report: str) -> list[str]:
     """Return a report's lines as Jupyter shows them, wrapped and with ANSI codes for style.
 
-    Lines are wrapped at 72 characters. The first line, the headline, and the last of several
-    paragraphs, as a rule the advice, become bold. If it has a table of the ranks' calls, rows that
-    are marked with ≠, since the ranks differ there, become red.
+    Lines are wrapped at 72 characters. Bold are the first line, which is the headline, and, if
+    there are several paragraphs, the last, usually the advice. Rows of the table of the ranks'
+    calls that have the mark ≠, which means that ranks differ there, are red.
     """
     first, *paragraphs = report.split("\n\n")
     headline, *rest = first.splitlines()

@@ -1,4 +1,4 @@
-"""Run notebook cells on ranks that stay alive, so that names persist: the magic `%%ranks`."""
+"""Run notebook cells by `%%ranks` on ranks that stay alive, and so keep what cells define."""
 
 import argparse
 import atexit
@@ -34,12 +34,13 @@ USAGE = "expected %%ranks [N] [--on 0,2] [--trace FILE]"
 
 
 class LiveWorld:
-    """A set of ranks, joined by torch.distributed, on which `run` runs cells until they are ended.
+    """A set of ranks, joined by torch.distributed, that stay alive to run one cell after another.
 
-    world_size: the number of ranks. They use NCCL if there is a GPU for each, or at least one that
-        they can share, which takes NCCL 2.30 or newer; otherwise Gloo on the CPU.
+    world_size: the number of ranks. They use NCCL if there is a GPU for each, or, with NCCL 2.30 or
+        newer, at least one GPU for all to share; otherwise Gloo on the CPU.
     The ranks are processes, and each keeps its own variables between cells. `is_open` is False once
-    they have been ended, by `close` or by a failure.
+    they have been ended: by `close`, or because a rank died, ranks hung, or one raised an exception
+    amid calls of others. An exception that all raise, such as a NameError, doesn't end them.
     """
 
     def __init__(self, world_size: int):
@@ -51,9 +52,9 @@ class LiveWorld:
         """Start the ranks on the backend and devices of `choice`, and return when all have joined.
 
         Then `ranks` are their processes, and `board` is the shared file in which they write their
-        calls. On any error they have been killed before it is raised.
-        NoGpu: a rank can't use its GPU. `backends.start_on`, which calls this, then calls it again,
-        with Gloo on the CPU. RankError: a rank failed. HangError: the ranks don't connect.
+        calls. On any error the ranks are killed, and then the error is raised.
+        NoGpu: a rank can't use its GPU; the caller, `backends.start_on`, catches it and starts the
+        ranks again, with Gloo on the CPU. RankError: a rank failed. HangError: they don't connect.
         """
         with contextlib.ExitStack() as stack:
             self.ranks, self.board = stack.enter_context(
@@ -67,16 +68,17 @@ class LiveWorld:
     ) -> tuple[dict[int, str | None], list[list[Record]]]:
         """Run a cell on the ranks `on`, then print their output by rank; return (values, records).
 
-        source: the text of the cell.
-        on: the ranks that run it.
+        `is_open` must be True. If the cell fails, the output is printed as well.
+        source: the text of the cell. on: the ranks that run it.
         traced: whether to return the records of the collective calls and messages that it makes.
         values maps each rank in `on` to the repr of the cell's last expression, None if it has none
             or its value is None; records has for each rank of the world a list of `Record`s, empty
             unless `traced`.
 
-        After a RankError the world stays open if all ranks are idle again and have made the same
-        calls. Any other failure, Ctrl-C among them, closes it. If the error is a RankError or a
-        HangError, its message then says so; otherwise a line is printed.
+        After a RankError the world stays open if every rank has ended the cell and, in each group,
+        all have made the same number of calls. Otherwise, and after any other error, such as
+        Ctrl-C, it is closed. The message of a RankError or HangError then says so; for others a
+        line is printed.
         RankError: a rank raised, exited or was killed. HangError: ranks wait in vain, make no
             progress inside their calls, or made calls that differ.
         """
@@ -108,11 +110,12 @@ class LiveWorld:
             raise
 
     def _in_step(self, watch: Watch) -> bool:
-        """Return whether the ranks can run another cell together.
+        """Return, after a cell has failed, whether the ranks can run another one together.
 
-        They can if all are alive, are idle, and have made the same calls. They can't while one has
-        yet to answer: the next cell would take that answer for its own.
-        watch: the `Watch` that waited for the ranks' replies to the cell that has just failed.
+        They can if all are alive and have replied (a late reply would be taken for one to the next
+        cell), all members of a group have made equally many calls in it, and each send has its
+        receive. This looks once, without waiting.
+        watch: the `Watch` of the failed cell; it knows which ranks haven't replied.
         """
         alive = all(rank.exit_code is None for rank in self.ranks)
         return alive and not watch.pending and Look(self.board).in_step()
@@ -126,8 +129,8 @@ class LiveWorld:
 class RanksMagic:
     """The `%%ranks` magic of one notebook, with the world of ranks that it keeps alive.
 
-    world: the `LiveWorld`, which may be closed after a failure, or None while there is none. It is
-        closed when the notebook's kernel ends.
+    world: the `LiveWorld`, or None while there is none. After a failure it can be one that is
+        closed. The world is closed when the notebook's kernel ends.
     """
 
     def __init__(self):
@@ -141,7 +144,8 @@ class RanksMagic:
         Run the cell on N ranks that stay alive after it. N is 4 at first, and later as many as last
         time; another N ends the ranks and starts new ones. Names persist between cells; `rank`,
         `world_size`, `dist`, `torch` and `device` are there. The value of the last expression is
-        shown for each rank where it isn't None.
+        shown for each rank where it isn't None. A failure that leaves ranks waiting, or ends one,
+        ends them all; the error says so, and the next cell starts new ones, without the names.
         --on: run it on these ranks only.
         --trace: write the cell's collective calls and messages into FILE as a trace, for
         https://ui.perfetto.dev, and show a link to it.
@@ -240,10 +244,10 @@ def tell_where_ranks_are(result):
 
 
 def add_magic(ipython):
-    """Register `%%ranks` with IPython, and start the fork server ahead of the first cell.
+    """Register `%%ranks` with IPython and, on Linux, start the server from which ranks are forked.
 
-    ipython: the notebook's InteractiveShell. The server, from which ranks are forked on Linux,
-        takes seconds to import torch.
+    The first cell would otherwise wait for it: it takes seconds to import torch.
+    ipython: the notebook's InteractiveShell.
     """
     from IPython.core.error import UsageError
 

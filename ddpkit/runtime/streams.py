@@ -1,23 +1,26 @@
 """Time calls on a GPU by events on its streams, without making a step wait for the GPU.
 
 NCCL puts a call on a stream and returns at once. `wait()` only makes the current stream wait for
-the call, and returns at once as well. So the host's clock shows when a call was issued, and nothing
-else. Each call gets CUDA events, which a thread reads once they are complete.
+the call, and returns at once as well. So the host sees only when a call was issued. Each call gets
+CUDA events, whose times a thread reads once they are complete, and converts to the host's clock,
+`time.perf_counter()`.
 
 The report of a hang reads the board, the file that all ranks share. A call that the GPU never
 completes stays open there. A mark on the board says in which call a thread of a rank waits; `wait`
-without a timeout makes none, because only the stream waits, and the program goes on.
+without a timeout sets no mark, because only the stream waits, and the program goes on.
 
-A record of a call on a GPU has these fields, the times on the host's clock:
+These fields of a `Record`, the description of a call, have a meaning of their own on a GPU:
     stream   a name: that of its group, such as "world", since NCCL has a stream for each group; or
              "current", the stream on which NCCL runs a call that isn't asynchronous
     started  when its inputs were ready and the call before it on its stream was done; None until
              the call is complete
     waited   when the current stream (in a wait with a timeout, the program) began to wait for the
-             call; the stream, or the program, stands still from then on until the call is done
+             call; from then on it stands still until the call is done; None before any wait
+    reached  whether the GPU has come to a call that is still open 0.3 s after it was issued: False
+             while it is busy with earlier work on the current stream, and for all quicker calls
 
 A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
-captured, because events can't be queried there. Replays of a graph aren't recorded.
+captured, because captured events can't be queried. Replays of a graph aren't recorded.
 """
 
 import contextlib
@@ -43,14 +46,14 @@ WITHOUT_FUTURE = "send", "recv", "gather", "scatter"
 
 
 class Cuda:
-    """The CUDA functions that `Streams` needs, for one GPU; tests put an emulation in its place."""
+    """The CUDA functions that time calls on one GPU; tests put an emulation of it in its place."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """Return a new event on the current stream, after all the work queued there so far."""
+        """Record a timing event on the current stream, behind all work queued there; return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -59,11 +62,12 @@ class Cuda:
         """Return a new event that is complete once `work` is, recorded on an extra stream.
 
         Only the extra stream waits for `work`, so the program isn't delayed. Each value of
-        `record.stream` has an extra stream of its own, from torch's pool of high-priority streams;
-        one from the usual pool might be in use by the program as well. The extra stream waits for
-        the future of `work`, because `work.wait()` would free tensors that NCCL may still read. A
-        send, recv, gather or scatter (`WITHOUT_FUTURE`) has no future that surely waits for all of
-        its tensors: there the stream waits by `work.block_current_stream()`.
+        `record.stream` has one, of high priority: torch hands out its streams again and again, so
+        one of usual priority might be in use by the program as well. It waits for the future of
+        `work`, because `work.wait()` would drop references to tensors, whose memory the program
+        might then reuse while NCCL reads it. The future of a send, recv, gather or scatter
+        (`WITHOUT_FUTURE`) may not cover all tensors. There `work.block_current_stream()` waits; it
+        drops references as well, so the caller has to keep the tensors.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -89,7 +93,7 @@ class Cuda:
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a CUDA graph.
 
-        An event that is recorded there then can't be queried.
+        Events recorded in a capture can't be queried, so a call that is captured gets none.
         """
         return torch.cuda.is_current_stream_capturing()
 
@@ -98,8 +102,8 @@ class Cuda:
 
         The rank's GPU becomes the thread's current one. By default, a query in one thread while
         another captures is an error, and spoils the graph. So this thread sets its capture mode to
-        "thread local", by a function of CUDA's runtime library: then only captures of its own
-        forbid queries. If the library can't be found, the default stays.
+        "thread local", by a function of CUDA's runtime library: then a query is forbidden only
+        while this thread itself captures. If the library can't be found, the default stays.
         """
         # Without this the thread would create a context on GPU 0.
         torch.cuda.set_device(self.device)
@@ -112,15 +116,15 @@ class Cuda:
 class StreamWork(Work):
     """The handle of a call on a GPU, whose `wait` makes the current stream wait for the call.
 
-    Without a timeout, `wait` returns at once, unless the recorder has `keep_values` (see `launch`):
-    then it blocks until the result's elements are in the record. With a timeout, it blocks the
+    Without a timeout, `wait` returns at once, unless the run was launched with keep_values: then it
+    blocks until the elements of a small result are in the record. With a timeout, it blocks the
     program until the call is complete, as NCCL's own handle does.
-    inner: NCCL's own handle; None for a message of `dist.batch_isend_irecv` until the whole batch
-        is sent.
+    inner: NCCL's own handle. For a message of `dist.batch_isend_irecv` it is None until `batch` has
+        issued the whole batch; the program gets the `StreamWork` only then.
     record: the call's record.
-    before: the CUDA event in front of the call; None if the call is captured in a CUDA graph.
-    arriving: the tensors that the call fills.
-    streams: the rank's `Streams`, which time the call and its wait.
+    before: the CUDA event on the current stream just before the call; None in a CUDA graph.
+    arriving: the tensors that the call fills, whose elements keep_values records.
+    streams: the rank's `Streams`, which times the call and its wait.
     """
 
     def __init__(self, inner: Work | None, record: Record, before, arriving, streams: "Streams"):
@@ -161,8 +165,7 @@ class Streams:
     The thread copies the times of complete CUDA events into the records of the calls, and onto the
     board that all ranks share. CUDA gives these times as float32 milliseconds since an event made
     at the beginning, so they become coarser: 0.06 ms after a quarter of an hour.
-    recorder: the rank's `Recorder`.
-    gpu: a `Cuda`, which makes the events.
+    recorder: the rank's `Recorder`, which keeps its records. gpu: a `Cuda`, which makes the events.
     """
 
     def __init__(self, recorder, gpu):
@@ -183,8 +186,8 @@ class Streams:
     def stop(self, timeout_s: float):
         """End the reading thread, and wait `timeout_s` seconds at most until it has ended.
 
-        If it hasn't by then, this returns all the same; but a thread that is in C++ when Python
-        shuts down may abort the process. Events that it hasn't read are left unread.
+        If it hasn't by then, this returns all the same; but if Python shuts down while the thread
+        is in a call of CUDA, the process may abort. Calls whose events it hasn't read stay open.
         """
         self._over.set()
         self._watcher.join(timeout_s)
@@ -208,15 +211,14 @@ class Streams:
     ) -> StreamWork | None:
         """Record an NCCL call, make it by `call()` between two events, and return a `StreamWork`.
 
-        record: the record of the collective call, send or receive, which isn't in the recorder's
-            list yet.
+        The StreamWork is the program's handle, in place of NCCL's.
+        record: that of the call, send or receive; this method adds it to the recorder's list.
         call: makes the call, and returns NCCL's handle. For a message of a batch (of
-            `dist.batch_isend_irecv`) it returns None, since the batch isn't sent yet. Then the
-            method `batch` puts NCCL's handle into the `StreamWork` later, and makes the second
-            event.
-        sent, arriving: the tensors that it reads, and those that it fills; at least one in all.
-        asynchronous: False for a call that NCCL puts on the current stream. It needs no wait, so
-            that there is no handle, and None is returned.
+            `dist.batch_isend_irecv`) it returns None, since the batch isn't issued yet; later the
+            method `batch` puts NCCL's handle into the StreamWork, and makes the second event.
+        sent, arriving: the tensors that NCCL reads, and those that it fills; at least one in all.
+        asynchronous: False for a call that NCCL puts on the current stream. It needs no wait: NCCL
+            returns no handle, and this method returns None.
         """
         record.stream = record.group if asynchronous else "current"
         record.started = None
@@ -252,13 +254,14 @@ class Streams:
     def batch(
         self, works: Sequence[StreamWork], complete: Callable[[], Work], tensors: Sequence[Tensor]
     ):
-        """Let NCCL send a batch of messages by `complete()`, and put one event behind all of them.
+        """Let NCCL issue a batch of sends and receives by `complete()`, and put an event behind it.
 
+        So all messages get one start, that of the first, and one end.
         works: the handles of the messages, whose `inner` is None until now. All get NCCL's one
             handle for the batch. In the records of all but the first, `batched` becomes True: it
             says that a message is in one batch with the message before it.
-        complete: ends NCCL's coalescing, which sends the messages, and returns that one handle.
-        tensors: those of all messages, which NCCL reads and fills.
+        complete: ends NCCL's coalescing, which issues the messages, and returns that one handle.
+        tensors: those of all messages; they are kept alive until the batch is complete.
         """
         for work in works[1:]:
             work.record.batched = True
@@ -266,9 +269,9 @@ class Streams:
         self.end(works, self.make(works[-1].record, complete), tensors)
 
     def _captured(self, record: Record):
-        """Note that a call captured in a CUDA graph is done, as its events can't be queried.
+        """Mark a call captured in a CUDA graph as done, in its record and on the board.
 
-        The time at which it was issued stands for its beginning and its end.
+        Its events couldn't be queried, so its start and its end are set to the time of its issue.
         """
         record.stream = "graph"
         record.started = record.issued
@@ -277,12 +280,12 @@ class Streams:
     def end(self, works: Sequence[StreamWork], inner: Work, tensors: Sequence):
         """Put a CUDA event behind a call that was just made, or behind a whole batch.
 
-        The reading thread notes the end by that event; in a CUDA graph it is noted here instead.
+        The reading thread notes the end by that event. In a CUDA graph the end is noted here.
         works: the handle of the call, or the handles of a batch.
-        inner: NCCL's handle of it, which all `works` get.
-        tensors: those of the calls. Of a send, recv, gather or scatter (`WITHOUT_FUTURE`) they are
-            kept alive until the event is complete, because NCCL may still use them, and the future
-            of such a call doesn't hold them. For other operations it does.
+        inner: NCCL's own handle of the call or batch; it is stored in each of `works`.
+        tensors: those of the calls. For a send, recv, gather or scatter (`WITHOUT_FUTURE`) they are
+            kept alive until the event is complete: putting it makes NCCL's handle drop its
+            references while NCCL may still use the tensors. In other calls that handle keeps them.
         """
         records = [work.record for work in works]
         for work in works:
@@ -300,9 +303,9 @@ class Streams:
     def wait(self, work: StreamWork):
         """Make the current CUDA stream wait for an NCCL call, without blocking the program.
 
-        The first wait for a call gets an event, which shows when the stream began to wait. If the
-        recorder has keep_values, for animations, it reads the result's elements here, and that does
-        block.
+        The first wait for a call gets an event, which shows when the stream began to wait. In a run
+        launched with keep_values, a result of at most 64 elements is then copied into the record,
+        which does block until the call is done.
         """
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
@@ -311,12 +314,12 @@ class Streams:
         self.recorder.arrived(work.record, work.arriving)
 
     def read(self) -> list[Record]:
-        """Note the times of all complete CUDA events; return the records whose events aren't.
+        """Note the times of complete CUDA events; return the records of calls with incomplete ones.
 
-        It never blocks on the GPU. The records are in the order in which the events were made; one
-        comes several times if several of its call's events aren't complete, such as that of its end
-        and that of a wait for it. In the record of a call that was issued more than 0.3 s
-        (`LATE_S`) ago, `reached` becomes True once the GPU has finished the work queued before it.
+        It never blocks on the GPU. The records are in the order in which the events were made. One
+        comes again for the event of a wait, if both that and its call's end are incomplete.
+        For a call that is still open 0.3 s (`LATE_S`) after its issue, `reached` is set as well: it
+        tells the report of a hang whether the GPU has come to the call.
         """
         with self._reading:
             left = []
@@ -334,10 +337,10 @@ class Streams:
             return [record for records, *_ in left for record in records]
 
     def _look_whether_reached(self, records: list[Record], events: dict):
-        """Set `reached` to True in the records of a late call once the GPU has reached the call.
+        """Set `reached` to True in the records of a late call if the GPU has come to the call.
 
-        A call is late if it has been open for more than 0.3 s (`LATE_S`). As long as `reached` is
-        False then, the GPU is still busy with work that was queued before the call.
+        This looks once, without waiting, and is called again and again. A call is late if it has
+        been open for more than 0.3 s (`LATE_S`); in others `reached` stays False.
         records: the record of the call, or those of a batch of sends and receives.
         events: {time field of the records: the CUDA event that gives that time}; the event of
             "started" shows whether the GPU has reached the call.
@@ -349,13 +352,13 @@ class Streams:
                 self.recorder.write_again(record)
 
     def _note(self, records: list[Record], events: dict):
-        """Copy the times of complete events into the records of a call, and onto the board.
+        """Copy the times of events into the records of a call, and onto the board.
 
-        A call began when its first event was complete, or the call before it on its stream was
-        done, if that was later. The GPU's clock drifts against the host's: a time that would lie
-        before the call (or the first one of a batch) was issued is replaced by that moment.
-        records: the record of the call, or those of a batch.
-        events: {"waited": CUDA event}, or {"started": CUDA event, "done": CUDA event}.
+        A call began at its event "started" or, if that was later, when the call before it on its
+        stream was done. The GPU's clock drifts against the host's: a time that would lie before the
+        issue of the call (in a batch, of the first) is replaced by the time of that issue.
+        records: the record of the call, or those of a batch of messages, which all get these times.
+        events: complete CUDA events: {"started": ..., "done": ...}, or separately {"waited": ...}.
         """
         times = {}
         for name, event in events.items():  # the clocks drift: no time may be before the call
@@ -376,8 +379,8 @@ class Streams:
     def settle(self):
         """Block until all calls are complete and their times are noted.
 
-        Meanwhile the calling thread is marked on the board as waiting in the first open call. If
-        that is never complete, the mark tells the report of the hang where this rank is.
+        Meanwhile the calling thread is marked on the board as waiting in the first incomplete call.
+        If that never completes, this never returns, and by the mark a report finds where it hangs.
         """
         while left := self.read():
             self.recorder.stands_at(left[0])

@@ -1,9 +1,10 @@
 """Watch ranks from the process that launched them, until each has replied, one fails or some hang.
 
-A watch collects the ranks' replies and output. When ranks fail or hang it finds out how, and raises
-an error whose message is the report. It reads the ranks' progress from the board, a shared file in
-which each rank writes a `Record` of each call (collective call, send or receive) before it makes
-it. A `Look` is the state of all ranks as the board shows it at one moment.
+A watch collects the ranks' replies, which they send once they have run their function or cell, and
+their output. When ranks fail or hang it finds out how, and raises an error whose message is the
+report. It reads the ranks' progress from the board, a shared file in which each rank writes a
+`Record` of each call (collective call, send or receive) before it makes it. A `Look` is the state
+of all ranks as the board shows it at one moment.
 """
 
 import math
@@ -34,16 +35,17 @@ class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
     A rank of `launch` replies when it has run the function; one of `%%ranks`, which runs cells of a
-    notebook, when it is ready for the first cell, and after each cell.
+    notebook, when it is ready for the first cell, and after each cell, which has its own watch.
     ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
-    timeout: seconds after which a wait for replies ends with HangError; None: never.
+    timeout: seconds after which the wait for replies ends with HangError; None: never.
     hang_after: seconds without any progress that count as a hang if each rank that hasn't replied
         is inside a call.
     live: print the ranks' output as it comes, instead of in rank order at the end.
     fresh: the ranks were started for this watch, so all of their output belongs to it; otherwise
         only what they print from now on.
-    pending: the list of those of `ranks` that haven't replied yet. replies: {rank: its reply}.
+    pending: the list of those of `ranks` that haven't replied yet.
+    replies: {number of a rank: its reply, as `until_all_reply` returns it}.
     """
 
     watching: ClassVar[list["Watch"]] = []  # all watches that wait for replies now
@@ -65,10 +67,11 @@ class Watch:
         """Wait for a reply from each of the `awaited` ranks, and return {rank: what it replied}.
 
         In `%%ranks` the reply to a cell is (value, records): the repr of its last expression, or
-        None, and the records of its calls, which are [] without `--trace`. Before the first cell it
-        is None. In `launch` it lists the modules to preload for the next launch, namely the slow
-        ones (`worker.SLOW_IMPORTS`) that the rank has imported; the function's value is in a file.
-        awaited: the ranks to wait for; None: all.
+        None, and the records of the cell's calls, [] without `--trace`. The reply before the first
+        cell is None. In `launch` a reply isn't the function's value, which the rank writes to a
+        file, but the names of slow modules that it has imported, to preload for the next launch.
+        awaited: the ranks to wait for, whose replies are returned; None: all. The end of another
+            rank isn't noticed. After RankError and HangError the ranks aren't ended yet.
         RankError: a rank raised, exited or was killed; NoGpu, a RankError, if it can't use its GPU.
         HangError: ranks can't go on, their calls differ, or the timeout has passed.
         KeyboardInterrupt: on Ctrl-C the ranks are killed; the message says where each was.
@@ -101,11 +104,11 @@ class Watch:
         return ", ".join(said)
 
     def _listen(self):
-        """Handle what ranks report, and look for hangs, until every rank has replied.
+        """Receive replies into `replies`, and look for failures and hangs, until all have replied.
 
-        A rank reports its reply, an exception, or calls that differ; the end of its process is
-        noticed as well. HangError: ranks hang, differ, or haven't replied after `timeout` seconds.
-        RankError: a rank has failed, or ended without a reply.
+        A rank reports its reply, an exception, or that its call differs from another rank's; the
+        end of its process is noticed as well. HangError: ranks hang, make calls that differ, or
+        haven't replied after `timeout` seconds. RankError: one has failed, or ended without reply.
         """
         begun = time.perf_counter()
         self.quiet_since = looked = begun
@@ -137,7 +140,7 @@ class Watch:
     def check_all_live(self):
         """Raise RankError if a rank has ended; called before ranks get another cell to run.
 
-        HangError: the board also shows that ranks' calls differ, which is then the cause.
+        HangError: raised instead if the board shows that ranks made different calls, as the cause.
         """
         for rank in self.ranks:
             if rank.exit_code is not None:
@@ -169,12 +172,12 @@ class Watch:
     def _look_for_hang(self, quiet_s: float, events: list[int]):
         """Raise HangError if ranks can never go on, or are inside calls for too long.
 
-        `_listen` calls this about every 0.5 s while no rank makes progress. For a deadlock that the
-        board proves this raises at once or, if the script has set a timeout of at most 60 s for one
-        of its waits, which may end it, only after `hang_after` seconds, plus those by which an
-        emulated link may delay the open calls. Then it also raises without a proof: if every rank
-        that hasn't returned is inside a call, or if ranks poll, by `is_completed()` in a loop, a
-        call that seems never to complete.
+        `_listen` calls this about every 0.5 s while no rank makes progress. A deadlock that the
+        board proves raises at once, unless a rank in it waits with a timeout of at most 60 s, which
+        may end the deadlock: then only after `hang_after` seconds, plus those by which an emulated
+        link, a slow network, may delay the open calls. After these seconds this raises without a
+        proof as well: if every rank that hasn't ended its work is inside a call, or if ranks poll,
+        by `is_completed()` in a loop, a call that seems never to complete.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, for each rank a count of its writes, unchanged in these seconds.
         """
@@ -206,8 +209,8 @@ class Watch:
 
         Before it tries, a rank loads the function and its arguments, which may take any time. Its
         stack shows whether it loads or tries; a rank that a signal or debugger has suspended counts
-        as one that tries. Asking for stacks interrupts ranks, so this begins 30 s after the start,
-        and the error comes after 60 s (`START_S`) at the earliest.
+        as one that tries. This is called again and again. Asking for stacks interrupts ranks, so it
+        does nothing in the first 30 s; the error comes after 60 s (`START_S`) at the earliest.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
@@ -229,10 +232,10 @@ class Watch:
     def _waits_unseen(self, rank: int) -> bool:
         """Return whether a rank seems to wait in C++ code, such as DDP's, for a collective call.
 
-        The board shows that the call is incomplete, but not that C++ code waits for it. On the CPU,
-        a rank with such a call seems to wait if it uses no CPU time. On a GPU, where a rank uses
-        the CPU even while it waits, it seems to if the GPU has finished all that was queued before
-        such a call; otherwise the GPU is still computing.
+        A wait in Python is marked on the board; of one in C++ only the incomplete call shows. On
+        the CPU, a rank with an incomplete collective seems to wait if it uses no CPU time. On a
+        GPU, where a wait uses CPU time, it seems to wait if the GPU has come to such a call, having
+        finished all that was queued before.
         """
         records = self.board.records(rank)
         opened = [r for r in records if r.done is None and r.op not in MESSAGES]
@@ -254,8 +257,8 @@ class Watch:
         """Return whether all threads of a rank but the main one are idle, to judge by their stacks.
 
         A thread is idle if its stack has only files of Python's library, as in a thread pool
-        without work, or if it is ddpkit's own: in `worker.py`, where one waits for the parent to
-        end, or in `streams.py`, where one reads a GPU's events.
+        without work, or if it is one of ddpkit's own: that in `worker.py` which waits for the
+        parent to end, or that in `streams.py` which reads a GPU's events.
         The rank is asked for its stacks by a signal; False if it doesn't answer.
         """
         stacks = self.ranks[rank].ask_stacks()
@@ -271,9 +274,9 @@ class Watch:
     def _emulated_s(self) -> float:
         """Return an upper bound, in seconds, on how long the emulated link may delay open calls.
 
-        An emulated link delays calls as a slow network would. The bound is the sum, over the calls
-        of all ranks that aren't complete, of the time that each takes on the link from beginning to
-        end; 0 without a link. It is added to `hang_after`, the seconds that count as a hang.
+        An emulated link delays calls as a slow network would. The bound is the sum of the times
+        that all open calls of all ranks take on the link, as if one came after another; 0 without a
+        link. It is added to `hang_after`, the seconds that count as a hang.
         """
         link = self.ranks[0].assignment.link
         if link is None:
@@ -299,12 +302,12 @@ class Watch:
         """Return the text of a report: what happened, where ranks are, their last calls, advice.
 
         If a rank is in no call, and the board doesn't say at which line it is, a signal makes it
-        write its stack, even while it is blocked in C++. This waits half a second for it at most:
-        without an answer, as of a dead rank, the report has no line of code for that rank.
+        write its stack, even while it is blocked in C++. If that takes over half a second, as for a
+        dead rank, the report has no line of code for that rank.
         headline, advice: the first line, which says what happened, and the last, what to do.
         look: the state of all ranks.
-        stuck: True if the ranks can't go on, so that the table of calls marks (≠) one that a rank
-            lacks; False if a rank may only be late with it, so that this isn't marked.
+        stuck: whether the ranks can't go on. Then the table of calls marks with ≠ a call that only
+            some ranks have made; otherwise the others may just be late with it, and it has no mark.
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
@@ -317,9 +320,9 @@ class Watch:
     def place(self, rank: int) -> tuple[str, int, str] | None:
         """Return (file, line, function): where a rank's main thread is now in the user's code.
 
-        It sends the rank a signal, and waits half a second at most. If no frame is the user's, the
-        innermost frame of an installed package other than torch is returned; None if there is none
-        either, or if the rank doesn't answer.
+        This sends the rank a signal, and waits half a second at most. The innermost frame of the
+        user's code counts; if there is none, that of an installed package other than torch and
+        ddpkit. None: there is none either, or the rank doesn't answer.
         """
         stack = self.ranks[rank].ask_stack()
         starter = "<string>", "<module>"  # the line by which Python starts the process of a rank
@@ -347,14 +350,14 @@ class Watch:
     def _settle(self, fallen: dict[int, Fall | None], cause_known: bool = False):
         """Wait for other failures after the first one, so that the report doesn't depend on timing.
 
-        A rank that only lost its connection to another rank isn't the cause: then this waits up to
-        2 s (`LOST_PEER_S`) for that other rank to fail. Once a rank has failed in another way, the
-        cause is known, and the wait ends 0.4 s (`SETTLE_S`) after it began, or at once if these
-        have passed. It ends earlier once the board no longer changes and each rank has failed,
-        replied or, if the cause is known, waits in a call.
+        As long as all failed ranks only lost their connection to another, the cause is unknown, and
+        the wait lasts up to 2 s (`LOST_PEER_S`). Once a rank has failed in another way, the cause
+        is known, and the wait lasts 0.4 s (`SETTLE_S`) in all. It ends earlier once two successive
+        looks at the board are equal, and each rank has failed or replied or, if the cause is known,
+        is waiting in a call.
         fallen: {rank: its `Failure`, which describes an exception, or its exit code}. Ranks that
-            follow are added in place. None stands for a rank that replied or reported that calls
-            differ: nothing more is expected of it.
+            follow are added in place, with None if they replied, or reported that their call
+            differs from another rank's.
         cause_known: True if the caller knows the cause already.
         """
         begun = time.perf_counter()
@@ -379,9 +382,9 @@ class Watch:
         Calls differ if the board shows, say, an all_reduce of one rank where another made a
         barrier. The report is then about these calls, as they caused the failure.
         rank: the rank whose failure was noticed first, which need not be the one that failed first.
-        how: its `Failure`, if it raised an exception, or its exit code.
-        NoGpu: CUDA can't use the GPU of this rank. `backends.start_on` catches it and, unless NCCL
-            was asked for, starts the ranks again on the CPU.
+        how: how `rank` failed: a `Failure` if it raised an exception, otherwise its exit code.
+        NoGpu: raised instead if `rank` failed because CUDA can't use its GPU. `backends.start_on`
+            catches it and, unless NCCL was asked for, starts the ranks again on the CPU.
         """
         is_failure = isinstance(how, Failure)
         if is_failure and how.kind == NoGpu.__name__ and not how.frames:  # ours, not the user's
@@ -400,26 +403,29 @@ class Watch:
     # The witness of `explain_fall`.
 
     def noted_exit(self, rank: int) -> tuple[int, tuple] | None:
-        """Return (code, (file, line, function)) of a rank's call of `os._exit`, or None."""
+        """Return (code, (file, line, function)) of a rank's call of `os._exit`, as it noted it.
+
+        None: it made no such call, or its note can't be read.
+        """
         return exits.noted_exit(self.ranks[rank].assignment.path("exit").parent, rank)
 
     def printed(self, rank: int) -> str:
-        """Return a rank's output so far, for a report; beyond 2 MB (`KEPT_BYTES`), both ends."""
+        """Return a rank's output so far; of more than 2 MB (`KEPT_BYTES`), its start and end."""
         return self.output[rank].read()
 
     def shortage(self) -> str:
-        """Return a sentence that explains a rank's death by SIGKILL by a lack of memory, or "".
+        """Return a sentence that blames a lack of memory for the SIGKILL of a rank, or "".
 
-        It is "" if the kernel has killed no process of this container for memory since the watch
-        was made, and at least 10 % of memory was free in all of its last 8 samples (about 2 s),
-        which end when the death is noticed.
+        Called once such a death is noticed. There is a sentence if the kernel has killed a process
+        of this container for memory since the watch was made, or if less than 10 % of memory was
+        free in one of the watch's last 8 samples (about 2 s).
         """
         return self._memory.shortage()
 
     def fail(self, kind: type[LaunchError], message: str, **details):
-        """Raise a `kind` of LaunchError with each rank's output and records of its last 256 calls.
+        """Raise a LaunchError of class `kind`, after printing the output that isn't shown yet.
 
-        The output that isn't shown yet is printed first.
+        Its attributes have each rank's output and the records of its last 256 calls.
         message: the error's text. details: further arguments of `kind`, such as rank= of RankError.
         """
         wire = [self.board.records(rank.rank) for rank in self.ranks]
@@ -429,12 +435,12 @@ class Watch:
     # Output.
 
     def show_output(self, kept: str = "") -> list[str]:
-        """Print the ranks' output, in rank order; return a list with the text of each rank.
+        """Print the ranks' output, in rank order; return a list with the whole text of each rank.
 
-        With `live`, only what wasn't printed before is printed. Without it, each call prints all
-        output since the watch began or, if it is `fresh`, since the ranks started; of more than 200
-        lines or 100,000 characters of a rank, it prints a note in place of the middle. A returned
-        text lacks its middle only beyond 2 MB (`output.KEPT_BYTES`).
+        The whole is what it printed since the watch began or, for a `fresh` watch, since it was
+        started; a text lacks its middle only beyond 2 MB (`output.KEPT_BYTES`). With `live`, only
+        what wasn't printed before is printed. Without it, each call prints the whole; of more than
+        200 lines or 100,000 characters of a rank, a note in place of the middle.
         kept: where the user finds the returned list, such as "run.output". The note then refers to
             it: "... 50 more lines, all of them in run.output[2] ...". "" if the list isn't kept.
         """
@@ -449,7 +455,8 @@ class Watch:
     def _show_new_lines(self, last: bool = False):
         """Print the lines that ranks have completed since this was last called.
 
-        After 2,000 lines or 100,000 bytes of a rank, a note is printed, and no more of it follows.
+        Once 2,000 lines or 100,000 bytes of a rank have been printed in all, a note follows, and
+        then nothing more of that rank.
         last: print unfinished lines as well.
         """
         new = (text.new_lines(last) for text in self.output)
@@ -463,9 +470,9 @@ def _write(text: str):
 
 
 def _connects(rank: processes.Rank) -> bool:
-    """Return whether a rank has loaded its function and is now connecting with the others.
+    """Return whether a rank has loaded its function, and now waits for the others to connect.
 
-    It asks for the rank's stack, which interrupts the rank by a signal for a moment.
+    This asks for its stack by a signal, which interrupts it for a moment; False without an answer.
     """
     frames = ((file, function) for file, _, function in rank.ask_stack())
     return (worker.__file__, worker.join_world.__name__) in frames
