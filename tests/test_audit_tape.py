@@ -153,7 +153,11 @@ def test_what_a_training_drops_the_tape_does_not_keep():
     assert tape.full
 
 
-class Lit(nn.Module):
+class LightningModule(nn.Module):
+    pass
+
+
+class Lit(LightningModule):
     """Trains as Lightning's modules do: it isn't called, and its steps are given closures."""
 
     def __init__(self):
@@ -203,6 +207,20 @@ def test_a_step_that_is_given_a_closure_is_recorded_like_any(kind):
         assert compare(due, [tape], to_the_bit=True).fine
         assert [step.losses for step in tape.steps] == [step.losses for step in due.steps]
         assert [step.last for step in tape.steps] == [step.last for step in due.steps]
+
+
+def test_a_class_of_ones_own_around_a_wrapped_model_gives_no_names():
+    class Learner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Linear(2, 1)  # perhaps wrapped by DDP, on several ranks
+
+        def training_step(self, x):
+            return self.model(x).sum()
+
+    with Tape(1) as tape:
+        Learner().training_step(torch.ones(1, 2)).backward()
+    assert list(tape.begin) == ["weight", "bias"]
 
 
 class Twice(torch.optim.SGD):

@@ -478,17 +478,22 @@ def owner_of_forward(module: nn.Module) -> nn.Module:
     """Return the outermost module whose running `forward` calls this one; itself if there is none.
 
     `model.forward(x)` runs the hooks of `model`'s parts, but none of `model`'s own. So the stack is
-    searched for frames called `forward`, or `training_step` as in Lightning, whose `self` contains
-    this module.
+    searched for frames called `forward`, or `training_step` of a LightningModule, whose `self`
+    contains this module.
     """
     owner, frame = module, sys._getframe(1)
     while frame:
-        runs = frame.f_code.co_name in ("forward", "training_step")
-        found = frame.f_locals.get("self") if runs else None
-        if isinstance(found, nn.Module) and holds(found, module):
+        name = frame.f_code.co_name
+        found = frame.f_locals.get("self") if name in ("forward", "training_step") else None
+        runs = isinstance(found, nn.Module) and (name == "forward" or is_lightnings(found))
+        if runs and holds(found, module):
             owner = found
         frame = frame.f_back
     return owner
+
+
+def is_lightnings(module: nn.Module) -> bool:
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
 def holds(module: nn.Module, part: nn.Module) -> bool:
