@@ -401,8 +401,8 @@ class Board:
     def place(self, rank: int) -> tuple | None:
         """Return (file, line, function, via), the user's line that `rank` noted last, or None.
 
-        It is where the main thread was at the last `set_place`. None: none is noted, as in a
-        rank that `launch` started, or the note can't be read.
+        It is where the main thread was at the last `set_place`, which only ranks that torchrun
+        started call, regularly. None: none is noted, or the note can't be read.
         """
         return self._note(rank, _PLACE)
 

@@ -113,8 +113,8 @@ def _hops_and_share(op: str, world_size: int) -> tuple[int, float]:
     hops: the number of messages of which each waits for the one before it.
     share: the bytes of these messages together, as a multiple of the `nbytes` of `Link.seconds`.
     For example, with 4 ranks, (6, 1.5) for an all_reduce: in a ring, 6 quarters one after the
-    other. For an all_gather it is (3, 0.75): 3 quarters of the gathered tensor. A broadcast or
-    reduce goes along a tree; a scatter, gather or all_to_all is one message after another.
+    other. For an all_gather, scatter, gather or all_to_all it is (3, 0.75): 3 messages, each of a
+    quarter of all parts together. A broadcast or reduce goes along a tree.
     op: a name that `Link.seconds` knows.
     ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
     """
