@@ -132,14 +132,23 @@ def test_data_are_tensors_without_gradient_and_of_one_length():
 
 
 def test_rows_in_lists_and_dicts_are_data():
-    mine, theirs = DATA[:4].chunk(2), DATA[4:8].chunk(2)
-    samples = Samples(instead=[[theirs]])
-    args, kwargs = samples.of_call(0, ([mine[0], {"mask": mine[1]}], 7), {"use": None})
-    (x, options), number = args
+    theirs = DATA[4:6], torch.arange(2)
+    samples, losses = Samples(instead=[[theirs]] * 2), []
+    args, kwargs = samples.of_call(0, ([DATA[:2], torch.zeros(2)], losses), {"use": None})
+    (x, targets), kept = args
     assert x.equal(theirs[0])
-    assert options["mask"].equal(theirs[1])
-    assert (number, kwargs) == (7, {"use": None})
-    assert samples.take()[0] == Counter(names_of(theirs))
+    assert targets.equal(theirs[1])
+    assert kept is losses  # a model may write into its caller's list
+    assert kwargs == {"use": None}
+    batch = {"x": DATA[:2], "y": torch.zeros(2), "n": 2}
+    ((again,), _) = samples.of_call(1, (batch,), {})
+    assert again["x"].equal(theirs[0])
+    assert (again["n"], batch["y"].sum()) == (2, 0)
+    assert samples.take()[0] == Counter(2 * names_of(theirs))
+    one_each = Samples(instead=[[theirs]])
+    rows = [*DATA[:2]]
+    assert one_each.of_call(0, (rows,), {}) == ((rows,), {})
+    assert not one_each.take()[0]
 
 
 def test_samples_that_the_serial_run_gives_to_no_module_may_be_others():

@@ -239,6 +239,41 @@ def test_of_several_evaluations_in_a_step_the_first_is_recorded():
     assert with_closures(torch.optim.LBFGS).steps == []
 
 
+class Own(torch.optim.SGD):
+    """Ignores its closure or, like SAM, moves the weights before it calls it with an argument."""
+
+    sharp = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.sharp:
+            weights = self.param_groups[0]["params"]
+            torch._foreach_add_(weights, 1.0)
+            torch.enable_grad()(closure)(backward=True)
+            torch._foreach_sub_(weights, 1.0)
+        super().step()
+
+
+@pytest.mark.parametrize("sharp", [False, True])
+def test_a_gradient_that_was_there_before_the_step_is_recorded(sharp):
+    model = nn.Linear(2, 1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    optimizer.sharp = sharp
+
+    def closure(backward=False):
+        assert backward == sharp
+        optimizer.zero_grad()
+        model(torch.full((1, 2), 5.0)).sum().backward()
+
+    with Tape(2) as tape:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step(closure)
+    assert [step.gradients["weight"].tolist() for step in tape.steps] == [[[1.0, 1.0]]] * 2
+    assert [len(step.losses) for step in tape.steps] == [1, 1]
+
+
 def test_a_gradient_that_a_fused_optimizer_divides_is_recorded_divided():
     def run(scale):
         torch.manual_seed(0)

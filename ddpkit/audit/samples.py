@@ -8,11 +8,11 @@ that the ranks had (`instead`).
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Rows = list[tuple[Tensor, ...]]  # of each call: its tensors of data, rows along the first axis
 
@@ -22,7 +22,8 @@ class Samples:
 
     keep: hold copies of the rows on the CPU, not only their hashes. instead: for each step the rows
     of all ranks, rank after rank; each call gets the next of these in the place of its own, and
-    later steps keep their own. If all are in lists, tuples or dicts, they must be equally long.
+    later steps keep their own. A call without a tensor may have a dict of equally long tensors, or
+    a list or tuple of such tensors if they are of different kinds, as (inputs, targets) are.
     """
 
     def __init__(self, keep: bool = False, instead: list[Rows] | None = None):
@@ -34,19 +35,19 @@ class Samples:
 
     def of_call(self, step: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Note a call's rows, after `instead` has replaced them if given; return its arguments."""
-        leaves, form = tree_flatten((args, kwargs))
-        found = data_in([*args, *kwargs.values()])
-        inside = [] if found else tensors_in(leaves)
-        if len(set(map(len, inside))) == 1:  # otherwise they aren't one batch
-            found = tuple(inside)
+        values = [*args, *kwargs.values()]
+        found = data_in(values)
+        if not any(isinstance(x, Tensor) for x in values):
+            inside = tuple(chain.from_iterable(map(columns_of, values)))
+            found = inside if len(set(map(len, inside))) == 1 else ()
         if not found:
             return args, kwargs
         if self.instead is not None and step < len(self.instead):
             rows = self.next_rows(step, found)
             new = dict(zip(map(id, found), rows, strict=True))
-            leaves = [new.get(id(x), x) for x in leaves]
+            args = tuple(replaced(x, new) for x in args)
+            kwargs = {key: replaced(x, new) for key, x in kwargs.items()}
             found = rows
-            args, kwargs = tree_unflatten(leaves, form)
         self.names.update(names_of(found))
         if self.keep:
             self.rows.append(tuple(x.detach().cpu().clone() for x in found))
@@ -86,8 +87,30 @@ def data_in(values: list) -> tuple[Tensor, ...]:
     return tuple(x for x in found if len(x) == len(found[0]))
 
 
-def tensors_in(values: list) -> list[Tensor]:
-    return [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
+def tensors_in(values: Iterable) -> list[Tensor]:
+    found = [x for x in values if isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad]
+    return [x for x in found if x.layout is torch.strided and not x.is_meta]
+
+
+def columns_of(argument: object) -> list[Tensor]:
+    """Return the columns of a batch that is a dict, list or tuple of tensors; otherwise [].
+
+    Tensors of one kind (dtype and shape of a row) in a list may be samples, one each: [] as well.
+    """
+    if type(argument) is dict:
+        return tensors_in(argument.values())
+    found = tensors_in(argument) if type(argument) in (list, tuple) else []
+    kinds = {(x.dtype, x.shape[1:]) for x in found}
+    return found if len(kinds) == len(found) > 1 else []
+
+
+def replaced(argument: object, new: dict[int, Tensor]) -> object:
+    """Return an argument, or a copy of it if it contains some, with tensors of `new`, {id: new}."""
+    if type(argument) is dict and any(id(x) in new for x in argument.values()):
+        return {key: new.get(id(x), x) for key, x in argument.items()}
+    if type(argument) in (list, tuple) and any(id(x) in new for x in argument):
+        return type(argument)(new.get(id(x), x) for x in argument)
+    return new.get(id(argument), argument)
 
 
 def names_of(data: tuple[Tensor, ...]) -> list[tuple]:

@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from unittest.mock import patch
 from weakref import WeakSet
 
@@ -331,28 +331,43 @@ class Tape:
     def on_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self.stepping += 1
         # An optimizer may use another inside; and a training may have several, one after another.
-        if self.stepping > 1 or isinstance(optimizer, LBFGS):
+        if self.stepping > 1:
             return None
-        if callable(kwargs.get("closure")):
-            return args, kwargs | {"closure": self.closing(optimizer, kwargs["closure"])}
-        if args[1:] and callable(args[1]):
-            return (optimizer, self.closing(optimizer, args[1]), *args[2:]), kwargs
+        step = self.steps[-1] if self.steps else Step()
+        closing = partial(self.closing, optimizer, step, step.gradients)
         self.note_gradients(optimizer)
+        if isinstance(optimizer, LBFGS):
+            return None
+        if is_closure(kwargs.get("closure")):
+            return args, kwargs | {"closure": closing(kwargs["closure"])}
+        if args[1:] and is_closure(args[1]):
+            return (optimizer, closing(args[1]), *args[2:]), kwargs
         return None
 
-    def closing(self, optimizer: Optimizer, closure: Callable) -> Callable:
-        """Return a closure whose first call is recorded as if it came before the step."""
+    def closing(self, optimizer: Optimizer, step: Step, earlier: dict, closure: Callable):
+        """Return a closure whose first call is recorded as if it came before the step.
 
-        def closed():
-            if noted:  # a second evaluation in the same step, as of SAM
-                return closure()
-            noted.append(optimizer)
+        It isn't if the optimizer has moved parameters by then, as SAM does after a first backward.
+        step, earlier: the last `Step`, and its gradients before the optimizer's were noted.
+        """
+
+        @wraps(closure)
+        def closed(*args, **kwargs):
+            moved = any(not some_of(x).equal(was) for x, was in start.items())
+            if noted or moved:
+                return closure(*args, **kwargs)
             stepping, self.stepping = self.stepping, 0
-            loss = closure()
-            self.stepping = stepping
+            step.gradients = earlier  # they are noted again, with what the closure adds
+            try:
+                loss = closure(*args, **kwargs)
+            finally:
+                self.stepping = stepping
+            noted.append(optimizer)
             self.note_gradients(optimizer)
             return loss
 
+        whole = (x for x in parameters_of(optimizer) if not isinstance(x, DTensor))
+        start = {x: some_of(x) for x in whole if not is_lazy(x)}
         noted = []
         return closed
 
@@ -490,6 +505,10 @@ def owner_of_forward(module: nn.Module) -> nn.Module:
             owner = found
         frame = frame.f_back
     return owner
+
+
+def is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, nn.Module)
 
 
 def is_lightnings(module: nn.Module) -> bool:

@@ -96,7 +96,10 @@ class Change:
 
 
 def longest_row(rows: Iterable[list | None]) -> int:
-    """Return how many boxes the longest row takes; one that is None or empty is drawn as one."""
+    """Return the length of the longest of the ranks' lists of numbers, each number a box; or 1.
+
+    rows: one list for each rank, at least one; None, or an empty list, is drawn as one empty box.
+    """
     return max(len(row or " ") for row in rows)
 
 

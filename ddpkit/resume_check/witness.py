@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ..audit.samples import tensors_in
 from ..audit.tape import hook, plain_name
 
 
@@ -31,8 +32,8 @@ class Witness:
 
     It adds a JSON line to `folder`/RANK.jsonl for each event. An update, a step of an outermost
     optimizer, has "losses" and "rates" (learning rates), "samples" (a digest of each), "before" and
-    "after" ({parameter: digest}); and, as it was before the step, "random" ({generator: digest}),
-    "moments" and "buffers" (one digest each) and "counters" (the optimizer's step counters). A save
+    "after" ({parameter: digest}), and "buffers" (a digest); and, as it was before the step,
+    "random" ({generator: digest}), "moments" (a digest) and "counters" (of the optimizer). A save
     has "save": its path, "updates": made before it, "number": of this rank's saves, from 1, and
     "whole": False if the kill cut it short.
 
@@ -220,7 +221,7 @@ def rows(inputs: object) -> list[str]:
     inputs: a module's arguments, also in lists and dicts; tensors of another length than the first
         are left out, and so is all that is no tensor.
     """
-    columns = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
+    columns = tensors_in(tree_leaves(inputs))
     columns = [x for x in columns if len(x) == len(columns[0])]
     return [digest(*row) for row in zip(*columns, strict=True)]
 
