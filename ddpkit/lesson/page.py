@@ -312,7 +312,7 @@ class Canvas:
         """Draw a box whose upper left corner is (x, y).
 
         x, y, width, height: in pixels. fill, edge: colours, or "none"; the default fill is white,
-            and an edge too pale to stand out on white is darkened.
+            and an edge too pale to stand out on white is darkened, unless it is white itself.
         line: width of the edge, in points. dashed: whether the edge is dashed.
         round: radius of the corners, in pixels.
         """
@@ -358,7 +358,7 @@ class Canvas:
         self.figure.add_artist(arrow)
 
     def badge(self, x, y, rank):
-        """Draw a label such as "rank 2" in the rank's colour, 84 pixels wide.
+        """Draw a label such as "rank 2" in the rank's colour, 84 pixels wide and 36 (`ROW`) high.
 
         x, y: the label's upper left corner, in pixels.
         """
