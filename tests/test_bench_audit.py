@@ -28,8 +28,8 @@ def test_all_ways_are_measured():
 class Meddling(Tape):
     """It drops the gradients that it has recorded."""
 
-    def on_step(self, optimizer, *_):
-        super().on_step(optimizer)
+    def on_step(self, optimizer, *called):
+        super().on_step(optimizer, *called)
         optimizer.zero_grad()
 
 
