@@ -331,6 +331,8 @@ def test_every_control_and_picture_has_a_name(notebook):
 
 
 DEAD = re.compile("model not found|Error displaying widget|Loading widget")
+DRAWN = ".jp-OutputArea-output:is(.jupyter-widgets, :has(.jupyter-widgets))"  # or said to be dead
+OPENINGS = 5  # two of 25 were in vain, and of another 25 two, with both cores busy
 
 
 # The stop button, and a new kernel: a player needs neither.
@@ -407,9 +409,20 @@ def test_a_saved_notebook_shows_its_widgets_again(notebook, lab):
     # JupyterLab reads them back after a restart, one after the other.
     wait_until(lambda: notebook.save() or widgets_in(path) >= before, every_s=0.2)
     shutil.copy(path, lab[2] / "again.ipynb")
-    notebook.change_to("again.ipynb")
-    notebook.page.locator(".widget-play").first.wait_for()
-    assert not DEAD.search(notebook.page.locator(".jp-Notebook").inner_text())
+    text = (lab[2] / "again.ipynb").read_text()
+    shown = re.findall(r'"model_id": "(\w+)"', text)
+    assert len(shown) == len(WIDGETS) + 1  # and the prediction
+    assert set(shown) <= jupyter_server_config.saved_widgets(json.loads(text)).keys()
+    # ipywidgets 8.1 reads widgets from the kernel twice, and now and then takes the file for read
+    # as soon as the second reading is done. Then it says for good that it has no such model, and a
+    # reader opens the notebook again.
+    for _ in range(OPENINGS):
+        notebook.change_to("again.ipynb")
+        wait_until(lambda: notebook.page.locator(DRAWN).count() == len(shown), every_s=0.1)
+        if not DEAD.search(notebook.page.locator(".jp-Notebook").inner_text()):
+            break
+    else:
+        pytest.fail(f"opened {OPENINGS} times: {notebook.page.locator('.jp-Notebook').inner_text()}")
     step_on(notebook)
     # What needs the kernel says so, and has nothing to move.
     asks = notebook.page.locator(".ddpkit-asks")
