@@ -55,9 +55,10 @@ class Frame:
 
     event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer is the storage of a
-        tensor, and its key is the storage's number in the rank's records (0, 1, ...). A result of a
-        collective that is in none of these has the operation's name, such as "all_gather", as its
-        key; the next such result of an all_gather replaces it.
+        tensor, and its key is the storage's number in the rank's records (0, 1, ...). The result of
+        an all_gather is a buffer of its own, also if the call puts it in one of these: its key is
+        "all_gather", and the next such result replaces it. It is the same with other collectives,
+        except all_reduce, broadcast and reduce, which change a storage's buffer.
     flying: (sender, receiver) of each message in flight, but for those that the event sends.
     status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events up to this one in which something went wrong: calls that don't match, a rank
@@ -94,8 +95,9 @@ class Holdings:
         the caller passes the records, one by one, to `look` (a send, or a call that went wrong),
         `take` (a receive) or `share` (a collective).
     buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
-        unknown owner. The key of a buffer is the number of its storage in the rank's records or,
-        for a collective's result outside these storages, the operation's name ("all_gather").
+        unknown owner. The key of a buffer is the number of its storage in the rank's records. A
+        collective's result has the operation's name ("all_gather") as its key instead, wherever the
+        call put it, unless the call is an all_reduce, a broadcast or a reduce: see `share`.
     heard: whether the rank got a message or a collective's result; until then all is its own.
     arrived: a list of (buffer, [(value, owner) of each number]), an entry for each message that
         came into `buffer` since the rank last changed a number itself. The rank may yet add them.

@@ -84,6 +84,9 @@ class InPlace:
         """Start to sum `flat` over the ranks of `group`, in place; return the handle to wait for.
 
         After the wait, all of `flat` holds the sum; FSDP uses only this rank's part (shard) of it.
+
+        Cost per rank: 2(W-1)/W of `flat` sent, for W ranks. `ddpkit.transport`'s own sends as much
+        on Gloo, and half of it on NCCL.
         """
         return dist.all_reduce(flat, group=group, async_op=True)
 

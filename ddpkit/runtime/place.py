@@ -80,8 +80,9 @@ def place_in(frame: types.FrameType) -> tuple[str, int, str, str]:
     """Return (file, line, function, via) of the innermost line of the user's code in a stack.
 
     frame: the innermost frame of the stack.
-    via: the innermost line of an installed framework, as "file:line:function", if there is one
-        between the user's line and `frame`; otherwise "".
+    via: the innermost line of a framework, as "file:line:function", if there is one between the
+        user's line and `frame`; otherwise "". A framework is any installed package but torch and
+        ddpkit, whose lines are skipped like those of Python's own library.
     If no line is the user's, return the first of these that exists:
     - the innermost line of a framework, with "" for via.
     - the line that called backward, and its via, from another thread's stack: `frame` may be on a
