@@ -742,6 +742,7 @@ def test_the_first_call_of_the_first_batch_is_on_the_tape_and_no_batch_is_kept()
 def test_names_are_the_serial_models():
     assert plain_name("module.blocks.0._orig_mod.out.weight") == "blocks.0.out.weight"
     assert plain_name("encoder.module.weight") == "encoder.module.weight"
+    assert plain_name("_orig_mod.module.blocks.0.weight") == "blocks.0.weight"
 
 
 def test_a_forward_that_is_called_past_the_hooks():
@@ -874,6 +875,9 @@ def test_the_first_nan_is_named():
     )
     with pytest.raises(NotFinite, match=told), finite(model):
         model(torch.ones(1, 2))
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(NotFinite, match=told), finite(model):
+        compiled(torch.ones(1, 2))
     with pytest.raises(NotFinite, match=r"output of a module \(Root\), call 1 has NaN"), finite():
         model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).isnan().all()  # nothing listens any more

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit.audit import Tape, compare, same_training
+from ddpkit.audit.causes import NO_MODULE
 from ddpkit.audit.samples import Samples, data_in, names_of, other_samples
 from ddpkit.data_parallel import average_gradients
 
@@ -207,3 +208,16 @@ def test_gradients_that_are_all_0_prove_nothing():
     report = compare(tape, [tape])
     assert report.undecided
     assert report.causes == ["every gradient is 0, in every step: nothing is trained"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+def test_a_model_that_only_compiled_code_calls_is_not_seen():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(lambda: model(DATA, DATA[:, 0]), backend="eager")
+    with Tape(1) as tape:
+        compiled().backward()
+        optimizer.step()
+    report = compare(tape, [tape])
+    assert report.undecided
+    assert report.causes == [NO_MODULE]

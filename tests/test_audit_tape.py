@@ -15,6 +15,11 @@ from ddpkit.audit.tape import Step, holds
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
 
+def in_place(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
 def of_two(actors=1.0):
     """Return the tape of two modules with the same names; `actors` scales gradients of one."""
     torch.manual_seed(0)
@@ -207,6 +212,28 @@ def test_a_step_that_is_given_a_closure_is_recorded_like_any(kind):
         assert compare(due, [tape], to_the_bit=True).fine
         assert [step.losses for step in tape.steps] == [step.losses for step in due.steps]
         assert [step.last for step in tape.steps] == [step.last for step in due.steps]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("compiled", [torch.compile, in_place])
+def test_a_compiled_model_is_recorded_like_any(compiled):
+    """torch.compile would trace a hook of all modules: it isn't allowed to meet one."""
+    tapes = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        model = compiled(model, backend="eager") if compiles else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Tape(2) as tape:
+            for x in torch.arange(8.0).view(2, 2, 2):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+        tapes.append(tape)
+    serial, tape = tapes
+    assert list(tape.begin) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [step.samples for step in tape.steps] == [step.samples for step in serial.steps]
+    assert not compare(serial, [tape]).differences
 
 
 def test_a_class_of_ones_own_around_a_wrapped_model_gives_no_names():

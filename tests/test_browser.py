@@ -422,7 +422,7 @@ def test_a_saved_notebook_shows_its_widgets_again(notebook, lab):
         if not DEAD.search(notebook.page.locator(".jp-Notebook").inner_text()):
             break
     else:
-        pytest.fail(f"opened {OPENINGS} times: {notebook.page.locator('.jp-Notebook').inner_text()}")
+        pytest.fail(f"dead in each of {OPENINGS} openings")
     step_on(notebook)
     # What needs the kernel says so, and has nothing to move.
     asks = notebook.page.locator(".ddpkit-asks")

@@ -243,8 +243,11 @@ def test_under_torchrun_each_rank_has_a_random_state(here, capsys):
     assert "ledger: 48 uses of samples, each as it should be" in said
 
 
-def test_what_a_loss_is_called_with_is_no_sample(tmp_path):
-    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_loss_is_called_with_is_no_sample(compiled, tmp_path):
+    model, loss = nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss()
+    model = torch.compile(model, backend="eager") if compiled else model
     x, y = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
     with Witness(tmp_path, "") as witness:
         loss(model(x), y)

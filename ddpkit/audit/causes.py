@@ -26,6 +26,10 @@ UNSEEN = (
     "nothing shows that both runs use the same samples: the serial run called no module with them "
     "(in Lightning, choose strategy='ddp' for one rank too)"
 )
+NO_MODULE = (
+    "no module with parameters was called, so nothing was compared; if only compiled code calls "
+    "them, set TORCHDYNAMO_DISABLE=1"
+)
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .causes import (
     NO_FACTOR,
+    NO_MODULE,
     explained,
     first_output,
     of_the_forward,
@@ -128,7 +129,10 @@ def compare(
             break
     else:
         report.causes += unequal_steps(serial, parallel)
-        if steps and not any(moves(step) for step in serial.steps):
+        if steps and not serial.begin:
+            report.undecided = True
+            report.causes.append(NO_MODULE)
+        elif steps and not any(moves(step) for step in serial.steps):
             report.undecided = True
             report.causes.append("every gradient is 0, in every step: nothing is trained")
     return report

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -39,7 +38,7 @@ from .samples import Rows, Samples
 from .whole import in_shards, parts_of_optimizer, whole_tensor
 
 SOME = 64  # elements of a gradient are enough to tell in which proportions parts were added
-WRAPPERS = "module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
+WRAPPERS = "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 
 
 @dataclass
@@ -72,15 +71,14 @@ class Step:
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
-    """Register a listener's methods as torch's global hooks, until the stack `until` closes.
+    """Call a listener's methods at every step and module call, until the stack `until` closes.
 
-    on_call(module, inputs) and on_return(module, inputs, output) come around each module's forward,
-    the second even if it raises. on_step and on_stepped, (optimizer, args, kwargs), come around
-    each optimizer's step; the former may return other (args, kwargs).
+    on_step and on_stepped, (optimizer, args, kwargs), come around each optimizer's step; the former
+    may return other (args, kwargs). calling(call) returns what replaces `Module.__call__`. That is
+    no global hook of modules: torch.compile would trace it. Compiled code's calls stay out.
     """
+    until.enter_context(patch.object(nn.Module, "__call__", listener.calling(nn.Module.__call__)))
     for handle in (
-        modules.register_module_forward_pre_hook(listener.on_call),
-        modules.register_module_forward_hook(listener.on_return, always_call=True),
         optimizers.register_optimizer_step_pre_hook(listener.on_step),
         optimizers.register_optimizer_step_post_hook(listener.on_stepped),
     ):
@@ -151,7 +149,6 @@ class Tape:
         hook(self, self.listening)
         for context in (
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
-            patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),
             patch.object(Optimizer, "__init__", self.making(Optimizer.__init__)),
         ):
             self.listening.enter_context(context)
@@ -162,7 +159,7 @@ class Tape:
         for kept in (self.roots, self.active, self.trained):
             kept.clear()
 
-    def on_call(self, module: nn.Module, inputs: tuple) -> None:
+    def on_call(self, module: nn.Module) -> None:
         root = owner_of_forward(module) if self.calls == 0 else module
         if self.calls == 0:
             owner = next((x for x in self.roots if holds(x, root)), None)
@@ -209,7 +206,7 @@ class Tape:
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 parameter.copy_(value)
 
-    def on_return(self, module: nn.Module, inputs: tuple, output: object) -> None:
+    def on_return(self, module: nn.Module, output: object) -> None:
         self.calls -= 1
         name = self.names.get(module)
         if isinstance(output, Tensor) and output.is_floating_point():
@@ -222,9 +219,11 @@ class Tape:
             self.names = {}
 
     def calling(self, call: Callable) -> Callable:
-        """Return a `Module.__call__` by which `samples` notes, or replaces, outermost inputs."""
+        """Return a `Module.__call__` that tells of calls; `samples` notes or replaces inputs."""
 
         def called(module, *args, **kwargs):
+            if torch.compiler.is_compiling():
+                return call(module, *args, **kwargs)
             outermost = self.calls == 0 and any(True for _ in module.parameters())
             if outermost:
                 self.arriving = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
@@ -233,7 +232,13 @@ class Tape:
             if listens and torch.is_grad_enabled() and owner_of_forward(module) is module:
                 step = len(self.steps) - (not self.updated)
                 args, kwargs = self.samples.of_call(step, args, kwargs)
-            return call(module, *args, **kwargs)
+            self.on_call(module)
+            output = None
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                self.on_return(module, output)
+            return output
 
         return called
 
@@ -530,9 +535,8 @@ def parameters_of(optimizer: Optimizer) -> set[Tensor]:
 
 def plain_name(path: str) -> str:
     """Drop what wrappers add: 'module.blocks.0._orig_mod.out.weight' is 'blocks.0.out.weight'."""
+    # DDP's, compiled or not; elsewhere it may be the model's own.
+    path = path.removeprefix("_orig_mod.").removeprefix("module.")
     for wrapper in WRAPPERS:
-        if wrapper == "module.":
-            path = path.removeprefix(wrapper)  # DDP's; elsewhere it may be the model's own
-        else:
-            path = path.replace(wrapper, "")
+        path = path.replace(wrapper, "")
     return path

@@ -69,7 +69,6 @@ class Witness:
         for context in (
             patch.object(torch, "save", self.saving),
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
-            patch.object(nn.Module, "__call__", self.calling(nn.Module.__call__)),
         ):
             self.listening.enter_context(context)
         return self
@@ -77,27 +76,26 @@ class Witness:
     def __exit__(self, *error) -> None:
         self.listening.close()
 
-    def on_call(self, module: nn.Module, inputs: tuple) -> None:
-        """Note a module that no other calls."""
-        known = self.calls > 0 or any(module is root for root in self.roots)
-        if not known and any(True for _ in module.parameters()):
-            self.roots.append(module)
-        self.calls += 1
-
-    def on_return(self, *_) -> None:
-        self.calls -= 1
-
     def calling(self, call: Callable) -> Callable:
-        """Return a `Module.__call__` that notes the samples of an outermost call in training.
+        """Return a `Module.__call__` that notes modules that no other calls, and their samples.
 
-        A module without parameters doesn't count: it may be a loss, which is given predictions.
+        Samples are noted in training. A module without parameters doesn't count: it may be a loss,
+        which is given predictions.
         """
 
         def called(module, *args, **kwargs):
-            trains = module.training and torch.is_grad_enabled()
-            if self.calls == 0 and trains and any(True for _ in module.parameters()):
-                self.samples += rows((args, kwargs))
-            return call(module, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return call(module, *args, **kwargs)
+            if self.calls == 0 and any(True for _ in module.parameters()):
+                if not any(module is root for root in self.roots):
+                    self.roots.append(module)
+                if module.training and torch.is_grad_enabled():
+                    self.samples += rows((args, kwargs))
+            self.calls += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self.calls -= 1
 
         return called
 
