@@ -913,6 +913,9 @@ def test_idle_ranks_are_in_step_when_all_made_the_same_calls(board):
     assert Look(board).in_step()
     board.set_state(1, RUNNING)
     assert not Look(board).in_step()
+    board.set_state(1, IDLE)
+    say(board, 2, op="recv", channel="0 7?")  # from any rank; none has sent
+    assert not Look(board).in_step()
 
 
 def test_calls_keep_their_numbers_when_the_board_forgets_the_first(board):

@@ -6,9 +6,9 @@ rank's last 256 and has forgotten earlier ones. A channel is a group, or the mes
 from one member to another. The tables become part of the report of a hang.
 
 The argument `texts` of several functions is {rank: {number: text}}, with a text for each call that
-the board still has. Numbers count from 1: in a table of one channel a rank's calls on that channel,
-otherwise all of its calls. A finished new_group is left out there, without text or number: a rank
-makes only its own groups, so the numbers of equal calls would differ between ranks.
+the board still has. Numbers count from 1. In a table of one channel they count a rank's calls on
+that channel, in other tables all its calls but finished new_groups, which have no text either: a
+rank makes only its own groups, so with these the numbers of equal calls would differ between ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +32,9 @@ def last_calls(
     The table holds the calls on the channel of `guilty`. Collectives differ in operation, size and
     the like, a message's send and receive in size or dtype. Below the table stand each rank's last
     two calls on other channels, which may rightly differ. If `guilty` is None, a receive from any
-    sender that has got no message, or a call in which fewer than two of `ranks` take part, a table
-    or a list of the calls on all channels is yielded instead.
-
+    sender that has got no message, or a call in which fewer than two of `ranks` take part, the
+    calls on all channels are shown instead: in a table, with ≠ only if `stuck`, or as a list if a
+    rank has more than 5 and the ranks' calls can't be compared.
     ranks: the ranks to show. guilty: the record of the call to blame for the hang, or None.
     stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
         difference; False if the rank may only be late.
@@ -84,8 +84,8 @@ def _without_group(record: Record) -> str:
     """Return the text of a call without the group, since the whole table is of one group.
 
     For example 'all_reduce(8 float32, sum)', where `record.call` ends in ', group [0, 1])'. The
-    group is left out if it equals `record.ranks`, its members. But for a send, or a receive from a
-    named rank, these are only (sender, receiver): it stays, unless it is just those, in this order.
+    group is left out if it equals `record.ranks`, its members. For a message `record.ranks` is only
+    (sender, receiver): the group stays, unless it has just these two members, in this order.
     """
     group = name_group(record.ranks)
     detail = record.detail.removesuffix(group).removesuffix(", ")
@@ -95,12 +95,14 @@ def _without_group(record: Record) -> str:
 def _calls_of_all_groups(look: Look, ranks: Sequence[int], stuck: bool) -> Iterator[str]:
     """Yield the lines that show the last calls of `ranks` on all channels.
 
-    If the n-th calls of all `ranks` should be equal (`_comparable`), this is a table; if `stuck`,
-    with a mark where the calls first differ. If they may rightly differ, this is a table without a
-    mark or, if a rank has more than 5 calls (`LAST_CALLS`) to show, a list of each rank's last 5.
+    If the n-th calls of all `ranks` should be equal (`_comparable`), this is a table of the last 5
+    (`LAST_CALLS`) or, if `stuck` and they differ, of 5 around the first difference, with a mark.
+    Otherwise calls may rightly differ, and the table has no mark; if a rank has more than 5 calls,
+    a list of each rank's last 5 comes instead.
     ranks: those to show; the look holds the calls of all.
-    stuck: True if a rank that lacks a call will never make it, so that the lack counts as a
-        difference; False if the rank may only be late, and nothing is marked.
+    stuck: True if a rank that lacks a call will never make it: that is a difference. False if the
+        rank may only be late. Then nothing is marked: calls that differ on one channel are in a
+        table of that (`last_calls`), and to use channels in another order needn't be wrong.
     """
     texts = {rank: numbered_calls(look, rank) for rank in ranks}
     if _comparable(look, ranks):
@@ -118,9 +120,9 @@ def _comparable(look: Look, ranks: Sequence[int]) -> bool:
     """Return whether the n-th calls of `ranks` can be compared, since they ought to be the same.
 
     There are two conditions, which leave new_groups aside. All calls that the board has of these
-    ranks are collectives of groups to which all of them belong. If it has forgotten any of their
-    calls, those that it has are on the same set of channels on every rank: forgotten calls on a
-    channel can be counted only by a later call there; without it, a rank's numbers are too low.
+    ranks are collectives of groups to which all of them belong. And if the board has forgotten any
+    of their calls, all these ranks still have calls on the same channels: how many calls a rank has
+    made on a channel is known only from one that is left on it. Otherwise its numbers are too low.
     """
     channels = set()
     forgotten = 0
@@ -150,7 +152,7 @@ def _own_calls(texts: Columns, world_size: int) -> Iterator[str]:
 
 
 def _oldest(texts: Columns) -> int:
-    """Return the lowest number from which on no rank's call is forgotten; 1 if no call is."""
+    """Return the lowest number from which on `texts` lacks no call that a rank has made."""
     return max(min(column, default=1) for column in texts.values())
 
 
@@ -162,8 +164,8 @@ def _newest(texts: Columns) -> int:
 def _first_difference(texts: Columns, stuck: bool) -> int | None:
     """Return the number of the first call whose text differs between ranks, or None if none does.
 
-    texts: see the module; here they hold only what must be the same on all ranks. Numbers below
-        the lowest one of any rank are skipped: the board has forgotten a call there.
+    texts: see the module; here they hold only what must be the same on all ranks. Only numbers from
+        which on the board has forgotten no rank's call are compared (`_oldest`).
     stuck: whether a rank that lacks a call differs from those that made it. False: it doesn't,
         since it may only be late.
     """
@@ -217,7 +219,7 @@ def _table(what: str, texts: Columns, differs: int | None, world_size: int) -> I
 def _must_agree(record: Record) -> str:
     """Return what ranks must agree in, to compare it, such as "world all_reduce 8 float32 sum".
 
-    Records are of collectives, or of an unfinished new_group: of that it has the whole call.
+    The record is of a collective or an unfinished new_group, of which the whole call is compared.
     """
     return f"{record.group} {record.fingerprint or record.call}"
 

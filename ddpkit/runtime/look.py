@@ -9,9 +9,9 @@ after another, from a queue, but those of one batch_isend_irecv, a batch, togeth
 The n-th calls that ranks make on one channel belong together. A channel is a group, or the messages
 with one tag from one member to another. Its name is "0#1" for the group that torch names "0", in
 the script's first world (#1: of its first init_process_group), and "0#1 2>3:7" for that group's
-messages from rank 2 to 3 of the world with tag 7. A receive from any rank is an exception: until it
-has got a message, its channel is "0#1 7?" (tag 7), and no call belongs to it. Then it gets the next
-number on the channel of that message. Variables called `s` hold a `Situation`, a rank's state.
+messages from rank 2 to 3 of the world with tag 7. Until a receive from any rank has got a message,
+its channel is "0#1 7?" (tag 7), and no other call belongs to it. Then it gets the message's
+channel, and the next number on that. Variables called `s` hold a `Situation`, a rank's state.
 """
 
 import itertools
@@ -37,8 +37,8 @@ class Situation:
     missing: the ranks for which it waits there, as numbers in the world; () if there are none.
     place: (file, line, function) of the user's line where it is, if known, perhaps with a fourth
         entry, the line of a framework that this line called, as "file:line:function", or "".
-    lost: the record of the other end of `call`, a message, if that rank deleted the handle that its
-        isend or irecv returned, without wait(); otherwise None.
+    lost: if `call` is a message, and the rank at its other end deleted the handle that its isend or
+        irecv returned, without wait(), that rank's record of the message; otherwise None.
     more: the situations of its other threads that wait, if several do; this one is of one thread.
     has_free_thread: it waits, but not with all of its threads that make calls: one may go on.
     destroyed: {name of a group that it destroyed, such as "0#1": the line that did, like `place`}.
@@ -76,11 +76,10 @@ class Look:
     events: for each rank, how often it had written to the board (`board.events()`) when the caller
         last looked; None: the present counts. `is_still` compares these counts with later ones.
     standstill: True if the caller has seen that no rank has written for a long time. Then a rank
-        whose GPU waits counts as waiting, though its program may go on. And where a rank has made a
-        call, but its GPU has an earlier call of the group in its queue, the GPU may never come to
-        the later one: the other ranks in that call count as waiting for this rank. This isn't
-        certain: NCCL may buffer a short message, so that its send ends without the receive, and the
-        queue moves on.
+        whose GPU waits counts as waiting, though its program may go on. And a rank that has made a
+        call is awaited in it if its GPU has an earlier open call of the group in its queue, since
+        the GPU may never come to the later one. This isn't certain: NCCL may buffer a short
+        message, so that its send ends without the receive, and the queue moves on.
     reached: for each rank, {channel: number of its last call there, from 0}, for a caller that
         knows more calls than the board holds; None: taken from `records`.
     """
@@ -108,7 +107,7 @@ class Look:
         """Return whether no rank has written a call, a state or a destroyed group since `events`.
 
         If one has, the board may have changed while it was read, so that this look shows ranks at
-        different moments. A rank may have begun to wait for a call, or to poll it, all the same.
+        different moments. A rank that has begun to wait for a call or to poll it isn't noticed.
         """
         return self.board.events() == self._events
 
@@ -119,11 +118,11 @@ class Look:
 
         A rank is "waiting" if a thread of it waits in an open call. If several do, `call` is the
         main thread's or, if that doesn't wait, another's; `more` has a `Situation` for each of the
-        rest. A rank that has found that another makes a different call is "waiting" in its own last
-        one. If no thread waits, the rank is "its stream waiting" ("waiting" at a standstill) in a
-        call for which the GPU waits, or "polling" in an open call that the program polled less than
-        1 s ago. In no call, it is "starting" (it hasn't joined the world), "computing", "returned"
-        or "idle" (its function, or its notebook's cell, has ended).
+        rest. A rank is "waiting" as well if it has found that its last call differs from another
+        rank's: ddpkit blocks it just before that call until the report ends all ranks. If no thread
+        waits, the rank is "its stream waiting" ("waiting" at a standstill) in a call for which the
+        GPU waits, or "polling" in an open call that the program polled less than 1 s ago. In no
+        call, it is in one of the other states of a `Situation`.
         """
         state = self._states[rank]
         if state == DISAGREES:
@@ -162,10 +161,10 @@ class Look:
     def _wait_on_stream(self, rank: int) -> Situation | None:
         """Return the situation of a rank whose GPU waits for a call while its program goes on.
 
-        On a GPU, wait() only queues a wait on a stream. Return None if no stream has come to such a
-        wait, as CUDA events show, for a call that is still open. Among these calls and those before
-        them in the queue, the result has as `call` one in which other ranks are awaited, if
-        possible. The state is "waiting" at a standstill, and "its stream waiting" otherwise.
+        On a GPU, wait() only queues a wait on a stream. CUDA events show for which open calls a
+        stream has begun to wait; if there are none, return None. The result's `call` is one of
+        these calls or an earlier one in their queue, if possible one in which other ranks are
+        awaited. The state is "waiting" at a standstill, and "its stream waiting" otherwise.
         """
         held = [record for record in self.records[rank] if record.on_stream and record.waited]
         if not held:
@@ -179,8 +178,7 @@ class Look:
     def _polled(self, rank: int) -> Record | None:
         """Return the call that `rank` last polled, by `is_completed()`, and found open; or None.
 
-        It is None if that call is complete by now, or if the poll was more than 1 s (`POLLS_S`)
-        ago: then the rank has moved on.
+        None also if that call is complete by now, or if the poll was over 1 s (`POLLS_S`) ago.
         """
         polled = self.board.polled(rank)
         if polled is None or not 0 <= time.perf_counter() - polled[1] < POLLS_S:
@@ -191,11 +189,12 @@ class Look:
     def _put_hopeless_waits_first(self) -> None:
         """Put into `now`, for each rank, a wait that can never end, if one of its threads has one.
 
-        If several threads of a rank wait, `now` has the `Situation` of one, whose field `more` has
-        the others; `deadlocked` asks only that one whether it waits in vain. If it doesn't, and one
-        in `more` does, they change places. The latter takes over the fields about the whole rank,
-        `destroyed` and `has_free_thread`, and has all the others in its own `more`. First
-        `destroyed` is read from the board, since it decides which waits can end.
+        Of a rank's waits, one for each thread, `now` has one, whose field `more` has the others;
+        `deadlocked` asks only that one whether it waits for ranks that are `gone`. If it doesn't,
+        and one in `more` does, they change places. The latter then has all the others in `more`,
+        and the fields about the whole rank: `destroyed`, and `has_free_thread` (a thread that makes
+        calls isn't waiting). `destroyed` is read from the board first: a rank makes no more calls
+        in the groups that it has destroyed, so a wait for it in one of these can't end.
         """
         for s in self.now:
             s.destroyed = self.board.destroyed(s.rank)
@@ -214,11 +213,11 @@ class Look:
     def missing(self, call: Record, rank: int) -> tuple[int, ...]:
         """Return the ranks that belong to `call` but haven't made it yet, as numbers in the world.
 
-        They are members of its group or, for a message, its other end. While a receive from any
-        rank has no message, they are all other members, or () once one that it can take is on its
-        way. Until it has arrived, the receiver is missing from its send. Calls are known from the
-        last 256 of each rank, or from `reached` (see `Look`): a rank that has none on the channel
-        of `call` there counts as missing, even if it made the call long ago.
+        They are members of its group or, for a message, its other end. For a receive from any rank
+        that has no message yet, they are all other members, or () once a message that it can take
+        is on its way; until the receive has got this, its rank is missing from the message's send.
+        Calls are known from each rank's last 256, or from `reached` (see `Look`). A rank with none
+        of these on the channel of `call` counts as missing, even if it made `call` long ago.
         call: the record of a call that `rank` has made.
         """
         others = tuple(other for other in call.ranks if other != rank)
@@ -229,9 +228,9 @@ class Look:
     def _is_coming(self, call: Record, rank: int) -> bool:
         """Return whether a message is on its way that `call`, a receive from any rank, can take.
 
-        That is a send, complete or not, in the group and with the tag of `call`, to `rank`, which
-        made `call`. No receive of `rank` may belong to it yet: one from this sender does once it is
-        made, one from any rank only once it has got the message.
+        Such a message was sent to `rank`, which made `call`, in that call's group and with its tag;
+        the send may be complete. No other receive of `rank` may have claimed the message. A receive
+        that names the sender claims it when it is made, one from any rank only on getting it.
         """
         tag = call.channel.rpartition(" ")[2].removesuffix("?")
         for sender in call.ranks:
@@ -247,9 +246,9 @@ class Look:
 
         These are the members that haven't made it yet. For a receive from any rank they are all
         other members, of which one suffices, or () once a message that it can take is on its way.
-        At a standstill (see `Look`) there are also members that have made the call, but whose GPU
-        has an earlier open call of the group in its queue. Messages in one batch with `call` (of
-        batch_isend_irecv) don't count as earlier.
+        At a standstill (see `Look`) a member that has made the call is awaited as well if its GPU
+        has an earlier open call of the group in its queue. The messages of one batch_isend_irecv
+        don't count as earlier than each other.
         """
         missing = self.missing(call, rank)
         if not self._standstill:
@@ -263,9 +262,9 @@ class Look:
         On the CPU, return `call`. A GPU carries out a group's calls in the order in which they were
         made, so an open call holds up those behind it. Return the first that some other rank hasn't
         made yet, since those that all have made will end; without one up to `call`, return `call`.
-        At a standstill (see `Look`) no call can be trusted to end: return the first open call. If
-        that begins a batch (of batch_isend_irecv), any message of it may hold up the rest: return
-        the first in which `rank` waits for another rank or, without one, the batch's first.
+        At a standstill (see `Look`) no call can be trusted to end: return the first open call. If a
+        batch (of batch_isend_irecv) begins with it, any message of the batch may hold up the queue:
+        return the first in which `rank` waits for another rank or, without one, the batch's first.
         """
         line = [record for record in self._line(call, rank) if record.issued <= call.issued]
         if self._standstill and line:
@@ -277,9 +276,9 @@ class Look:
         """Return the open GPU calls of `rank` in the group of `call`, in the order of their queue.
 
         `call` may be another rank's record. Collectives and messages share that queue. An open call
-        counts as on a GPU if its record has no start time. On the CPU a call has one from the
-        beginning, so there the list is empty. NCCL's calls that are read from a flight recorder's
-        file never have one, so all open ones count as on a GPU.
+        counts as on a GPU if it has no start time: on a GPU, the start is noted only after the end,
+        so even the call that is running has none. On the CPU a call has one at once, so the list is
+        empty. NCCL's calls in a flight recorder's file have none.
         """
         open_calls = (record for record in self.records[rank] if record.on_stream)
         return [record for record in open_calls if group_of(record) == group_of(call)]
@@ -296,7 +295,7 @@ class Look:
         return _channel_and_seq(call) in map(_channel_and_seq, behind)
 
     def _lost(self, call: Record) -> Record | None:
-        """Return the other end's record of a message, if it deleted its handle without a wait().
+        """Return the other end's record of a message if that end deleted its handle without wait().
 
         The handle is what isend or irecv returns; without it, the message may never be delivered.
         Otherwise return None, also if the other end hasn't made its call, if `call` is no message,
@@ -314,8 +313,9 @@ class Look:
     def gone(self, s: Situation) -> list[int]:
         """Return the ranks for which `s` waits in vain, since they will never come to its call.
 
-        They are "returned" or "idle" (see `Situation`), or have destroyed the call's group. To a
-        receive from any rank, one sender is enough: the result is [] until all are gone.
+        They have ended their function ("returned") or notebook cell ("idle": the next begins only
+        once all ranks have ended this one), or destroyed the call's group. A receive from any rank
+        needs only one sender: for it the result is [] until all are gone.
         """
         if s.call is None:
             return []
@@ -360,8 +360,9 @@ class Look:
     def _may_go_on(self, s: Situation, free: set[int]) -> bool:
         """Return whether the wait of `s` can end, supposing that only ranks in `free` make calls.
 
-        It can if all ranks for which it waits are in `free`, and none of them has ended or
-        destroyed the group; to a receive from any rank, one such rank is enough.
+        It can if all ranks for which `s` waits are in `free`, and none of them has ended or
+        destroyed the group. A receive from any rank needs just one such rank, or a message on its
+        way.
         """
         if self.gone(s):
             return False
@@ -373,9 +374,9 @@ class Look:
     def polled_in_vain(self) -> list[int]:
         """Return the ranks that can never go on, supposing that ranks in state "polling" wait.
 
-        Such a rank asked less than 1 s ago, by `is_completed()`, whether a call is complete. The
-        result has all that `deadlocked()` returns as well. It isn't certain, since a loop that
-        polls may have an end of its own, such as a time limit. Return [] if no rank polls.
+        A rank is "polling" if it asked less than 1 s ago, by `is_completed()`, whether a call is
+        complete. The result includes all of `deadlocked()`, but is [] if no rank polls. It isn't
+        certain: a loop that polls may have an end of its own, such as a time limit.
         """
         if all(s.state != "polling" for s in self.now):
             return []
@@ -387,9 +388,9 @@ class Look:
         """Yield a `Situation` for each collective in which a rank may be waiting unseen.
 
         DistributedDataParallel waits for a call's future (`get_future()`) in C++. The board doesn't
-        show that, so the rank seems to compute. It may be waiting in any one of its open
-        collectives whose future was taken and which at least one other member hasn't made yet. Each
-        of these gives a `Situation`, as if the rank waited there.
+        show such a wait, so the rank seems to compute. Any open collective of the rank may be the
+        one for which it waits, if its future was taken and another member hasn't made it yet. Each
+        such collective gives a `Situation`, as if the rank waited in it.
         """
         for s in self.now:
             for call in self.records[s.rank] if s.state == "computing" else ():
@@ -403,10 +404,10 @@ class Look:
         """Return a `Situation` for each rank that may wait in C++ for a member that never comes.
 
         Such a wait, as of DistributedDataParallel, doesn't show on the board, so the rank seems to
-        compute. The sign is an open collective whose future (`get_future()`) was taken, while a
-        member that hasn't made it has ended or destroyed the group. The `Situation` has this
-        collective as `call`, the first if there are several. Ranks that the board shows as waiting
-        aren't included. The list is sorted by `rank`, [] if there is none.
+        compute. The sign is an open collective whose future (`get_future()`) was taken, and which
+        another member will never make, since that member has ended or destroyed the group. The
+        `Situation` has this collective as `call`, the first if there are several. Ranks that the
+        board shows as waiting aren't included. The list is sorted by `rank`, [] if there is none.
         """
         found = {s.rank: s for s in reversed([*self.unseen()]) if self.gone(s)}
         return [found[rank] for rank in sorted(found)]
@@ -414,10 +415,9 @@ class Look:
     def show_abandoned(self, sleeps: Callable[[int], bool]) -> None:
         """Change `now` of ranks that seem to compute, but wait in C++ for ranks that are gone.
 
-        Such a rank has made a collective call that isn't complete, and that another member will
-        never make, since it has ended or destroyed the group. The board doesn't show a wait in C++
-        code, such as DistributedDataParallel's. So the rank counts as waiting if it sleeps; for a
-        call on a GPU it counts so in any case, since it waits for its GPU with the CPU in use.
+        Such a rank, one of `abandoned()`, has made a collective call that another member will never
+        make. It counts as waiting if it sleeps, and in any case if the call is on a GPU: there a
+        wait in C++ code, such as DistributedDataParallel's, uses the CPU.
         sleeps(rank): whether the rank's process uses no CPU.
         """
         for hidden in self.abandoned():
@@ -431,9 +431,9 @@ class Look:
 
         Calls that have the same number on the same channel should be the same. If several such
         calls differ, it is the one that any rank made earliest. Collectives are compared by
-        operation, dtype, root, reduction and number of elements; not by the last where ranks may
-        bring different sizes, as in an all_to_all and, on NCCL, an all_gather or gather. An
-        all_to_all also differs if a rank sends more or fewer elements to another than that one
+        operation, dtype, root, reduction and number of elements. The number isn't compared where
+        ranks may bring different ones, as in an all_to_all and, on NCCL, an all_gather or gather.
+        An all_to_all also differs if a rank sends more or fewer elements to another than that one
         expects. Messages are compared by dtype and number of elements. Not compared are a new_group
         and a receive from any rank, even once it has its message.
         """
@@ -453,8 +453,8 @@ class Look:
         """Return the groups that ranks made under the same number although their members differ.
 
         Each rank numbers the groups that it makes, and members of a group find each other's
-        addresses under the group's number. So if ranks 0 and 1 make [0, 1] first, and rank 2 makes
-        [0, 2], neither may ever connect. Then return {(0, 1): [0, 1], (0, 2): [2]}: for each group
+        addresses under the group's number. If ranks 0 and 1 make [0, 1] first, but rank 2 [0, 2],
+        neither group may ever connect. Then return {(0, 1): [0, 1], (0, 2): [2]}: for each group
         its members, and the ranks that made it. Only the first such number counts; {}: none.
         """
         made: dict[tuple[str, int], dict[tuple[int, ...], list[int]]] = {}
@@ -469,15 +469,19 @@ class Look:
         """Return whether all ranks wait for the next notebook cell, and can run it.
 
         They can if, on each channel, all of its ranks have made the same number of calls: no rank
-        has left out a collective, and no message awaits its receive. Of each rank only the last 256
-        calls are known: one that has made more, and none of these on a channel, counts as in step.
+        has left out a collective, and no message awaits its receive. Without `reached`, only the
+        last 256 calls of a rank are known. If it has made more, but none of these on a channel, it
+        counts as in step.
         """
         if any(s.state != "idle" for s in self.now):
             return False
         forgetful = {rank for rank in self.ranks if self.board.calls(rank) > SLOTS}
         for rank in self.ranks:
             for record in self.records[rank]:
-                for other in self.missing(record, rank):
+                lacking = self.missing(record, rank)
+                if lacking and record.channel.endswith("?"):  # nobody's calls are on that channel
+                    return False
+                for other in lacking:
                     if record.channel in self._reached[other] or other not in forgetful:
                         return False
         return True

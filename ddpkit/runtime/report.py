@@ -57,7 +57,7 @@ def _explain_splits(sizes: dict[tuple[int, int], tuple[int, int]]) -> tuple[str,
 
     sizes: the pairs that disagree, {(sender, receiver): (number of elements sent, number that the
         receiver expects)}. The headline begins with the pairs of the rank that is in most pairs. If
-        it alone is in all of several pairs, the advice is to look at its splits first.
+        there are several, and only that rank is in all, the advice is to look at its splits first.
     """
     in_pairs = Counter(rank for pair in sizes for rank in set(pair))
     odd, times = in_pairs.most_common(1)[0]
@@ -123,8 +123,8 @@ def explain_deadlock(look: Look, stuck: list[int]) -> tuple[str, str]:
     """Return (headline, advice) for ranks that can never go on.
 
     look: the state of all ranks.
-    stuck: the ranks that can never go on, as `Look.deadlocked` returns them. Some of them wait for
-        ranks that have ended or left the group, or for each other in a cycle; the rest, for these.
+    stuck: these ranks, as `Look.deadlocked` returns them. Some wait for ranks that have ended or
+        left the group, or for each other in a cycle; the rest wait for such a stuck rank.
     """
     waiting = [look.now[rank] for rank in stuck]
     hopeless = [s for s in waiting if look.gone(s)]
@@ -189,9 +189,9 @@ def explain_standstill(look: Look, seconds: float) -> tuple[str, str]:
 
     A rank is late if it is in no call while others wait for it. The headline names the late ranks
     and those that wait for them; the advice asks what keeps the first late rank at its line. If
-    none is late, the headline names the ranks inside calls. The advice names a message that may
-    never arrive, since its handle was deleted; if there is none, it asks which call is one too
-    many. If no rank is inside a call, the headline says so; the advice asks if all made the same.
+    none is late, the headline names the ranks inside calls. The advice then is to wait for a
+    message whose handle was deleted or, without one, asks which call is one too many. If no rank is
+    inside a call, the headline says so, and the advice asks if all ranks made the same calls.
     look: the state of all ranks. seconds: how long nothing has moved.
     """
     said = f"no progress for {seconds:.2g} s"
@@ -230,7 +230,7 @@ def waited_s(record: Record | None, error: BaseException) -> float:
 
 
 def _how_gone(s: Situation, look: Look) -> str:
-    """Return what a rank has done, so that it never makes the call in which the rank of `s` waits.
+    """Return in words why a rank will never make the call in which the rank of `s` waits.
 
     The text goes on from "rank 1, which has": 'returned' (from its function), 'ended the cell' (of
     a notebook), or 'destroyed its group without that call (train.py:12: ...)'. It is about the
@@ -248,8 +248,8 @@ def _circle(waiting: list[Situation]) -> list[Situation]:
 
     If 0 and 1 wait for each other and 2 for 0, these are ranks 0 and 1. Rank 2 isn't in the cycle,
     and may go on once that is broken. Cycles that share a rank count as one. A cycle is left out if
-    one of its ranks also waits for a rank in `waiting` outside of it. The others' ranks are
-    returned in one list; [] without any.
+    one of its ranks also waits for a rank in `waiting` outside of it: to break the cycle wouldn't
+    free its ranks. The ranks of all other cycles are returned in one list; [] without any.
     waiting: a `Situation` for each rank that waits. Waits for other ranks are ignored.
     """
     ranks_waiting = {s.rank for s in waiting}  # a missing rank may still compute
@@ -273,10 +273,11 @@ def _skipped(circle: list[Situation], look: Look) -> tuple[Record, int, Record] 
     circle: the `Situation` of each rank in the cycle, each waiting for others of them.
     Return (call, rank, evidence), or None if there is no evidence. In `call` another rank waits for
     `rank`, which is in a call on another channel (a group, or the messages with one tag from one
-    rank to another). `evidence` is an earlier call of `rank` on the channel of `call`, which came
-    after the same calls, from the same lines, as the call in which `rank` is now. For example, a
-    rank waits in group B for `rank`, whose calls were in groups A, B, A, C: the call in B, after
-    the first A, is the evidence, since C came after the second A.
+    rank to another). Just before, `rank` repeated one or more of its earlier calls, on the same
+    channels and from the same lines. The call that had followed these, on the channel of `call`, is
+    `evidence`. For example, rank 1 called in groups A, B, A, and waits in C for rank 0, which waits
+    in B for rank 1. Rank 1's first A was followed by B: the evidence that it left out B after the
+    second. Rank 0's calls, A, B, A and now B, say nothing of C: it isn't blamed.
     """
     for s in circle:
         for rank in s.missing:
@@ -292,10 +293,9 @@ def _what_came_next(records: list[Record]) -> Record | None:
     """Return the call that a rank would make next if it repeated itself, or None if unknown.
 
     Two calls match if they were made on the same channel (group; for messages also ranks and tag)
-    and from the same line. The result is the call that followed the longest earlier sequence which
-    matches the end of `records`; of several equally long, the latest. It is None if no earlier call
-    matches the last one.
-
+    and from the same line. Of all earlier sequences that match the end of `records`, call by call,
+    the longest counts, of equally long ones the latest; a single call is enough. The result is the
+    call that followed it; None: no earlier call matches the last one.
     records: the rank's last calls, the oldest first.
     """
     said = [(record.channel, record.place) for record in records]
@@ -314,8 +314,8 @@ def _what_came_next(records: list[Record]) -> Record | None:
 def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
     """Return advice that names the rank that seems to have skipped a call; None if none seems to.
 
-    For example, the calls of a rank were in groups A, B, A, C, and another rank waits for it in B:
-    it seems to have skipped the call in B after the second A.
+    For example, a rank made calls in groups A, B, A, and is now in C, while another rank waits for
+    it in B: as B followed the first A, the rank seems to have skipped the B after the second.
     circle: the `Situation` of each rank in a cycle, in which each waits for another.
     """
     found = _skipped(circle, look)
@@ -331,7 +331,7 @@ def _name_who_skipped(circle: list[Situation], look: Look) -> str | None:
 def _others(s: Situation, look: Look, ranks: Sequence[int] | None = None) -> str:
     """Return the names of the ranks for which the rank of `s` waits: 'ranks 1 and 3'.
 
-    They are 'all others' if they are all other ranks of the world, and more than 3 (`MANY_RANKS`).
+    The result is 'all others' for all other ranks of the world, if more than 3 (`MANY_RANKS`).
     ranks: name these instead, in the same way.
     """
     ranks = s.missing if ranks is None else ranks
@@ -345,8 +345,8 @@ def _way_out(stuck: list[Situation], gone: bool) -> str:
     """Return the advice for a deadlock, which depends on the operations in which ranks wait.
 
     stuck: the situations of the ranks in the cycle, or, if `gone`, of those that wait for ranks
-        that have ended or left the group. If one waits for a message whose handle the other rank
-        deleted without waiting (`Situation.lost`), the advice is about that message.
+        that have ended or left the group. If one waits for a message, and the rank at the other end
+        deleted its own handle without waiting (`Situation.lost`), the advice is about that handle.
     """
     lost = next((s for s in stuck if s.lost), None)
     if lost:
@@ -491,9 +491,9 @@ def _guilty(look: Look, ranks: Sequence[int]) -> Record | None:
     The report's table shows the calls of the same group, or from the same sender to its receiver.
     The call is that in which ranks differ, say in size, if there is one. Otherwise it is the
     earliest in which a rank waits for a rank that doesn't wait itself. If all wait for each other,
-    it is a call that one of them seems to have left out. For example, rank 1 made calls in groups
-    A, B, A, C, and waits in C for rank 0, which waits in its second call in B: rank 1 seems to have
-    left that out, and rank 0's record of it is returned.
+    it is a call that one of them seems to have left out. For example, rank 1 called in groups A, B,
+    A, and waits in C for rank 0, which waits in its second call in B. Rank 1's first A was followed
+    by B, so it seems to have left out B after its second: rank 0's record of that B is returned.
     """
     different = look.mismatch()
     if different:

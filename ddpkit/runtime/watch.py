@@ -34,8 +34,8 @@ LOST_PEER_S = 2.0  # the same, as long as all failed ranks only lost their conne
 class Watch:
     """A watch on ranks: it waits for a reply from each, and raises an error if they fail or hang.
 
-    A rank of `launch` replies when it has run the function; one of `%%ranks`, which runs cells of a
-    notebook, when it is ready for the first cell, and after each cell, which has its own watch.
+    A rank of `launch` replies when it has run the function. A rank of `%%ranks` runs a notebook's
+    cells: it replies when it is ready for the first, and after each. Each cell has its own watch.
     ranks: the list of the ranks' processes, each a `processes.Rank`, in the order of the ranks.
     board: the shared file in which every rank writes its calls.
     timeout: seconds after which the wait for replies ends with HangError; None: never.
@@ -173,11 +173,11 @@ class Watch:
         """Raise HangError if ranks can never go on, or are inside calls for too long.
 
         `_listen` calls this about every 0.5 s while no rank makes progress. A deadlock that the
-        board proves raises at once, unless a rank in it waits with a timeout of at most 60 s, which
-        may end the deadlock: then only after `hang_after` seconds, plus those by which an emulated
-        link, a slow network, may delay the open calls. After these seconds this raises without a
-        proof as well: if every rank that hasn't ended its work is inside a call, or if ranks poll,
-        by `is_completed()` in a loop, a call that seems never to complete.
+        board proves raises at once. But if a rank in it waits with a timeout of at most 60 s, which
+        may end the deadlock, it raises only after `hang_after` seconds, plus those by which an
+        emulated link, a slow network, may delay the open calls. After these seconds this raises
+        without a proof as well: if every rank that hasn't ended its work is inside a call, or if
+        ranks poll, by `is_completed()` in a loop, a call that seems never to complete.
         quiet_s: the seconds since a rank last made or ended a call.
         events: `board.events()`, for each rank a count of its writes, unchanged in these seconds.
         """
@@ -209,8 +209,8 @@ class Watch:
 
         Before it tries, a rank loads the function and its arguments, which may take any time. Its
         stack shows whether it loads or tries; a rank that a signal or debugger has suspended counts
-        as one that tries. This is called again and again. Asking for stacks interrupts ranks, so it
-        does nothing in the first 30 s; the error comes after 60 s (`START_S`) at the earliest.
+        as one that tries. This is called again and again. For 30 s it does nothing, as asking for a
+        stack interrupts a rank; the error comes after 60 s (`START_S`) at the earliest.
         seconds: the seconds since the start.
         """
         starting = all(self.board.state(rank.rank) == STARTING for rank in self.ranks)
@@ -244,10 +244,7 @@ class Watch:
         return bool(opened) and self._sleeps(rank)
 
     def _sleeps(self, rank: int) -> bool:
-        """Return whether a rank's process uses no CPU for 0.1 s, during which this blocks.
-
-        False also where there is no /proc to ask.
-        """
+        """Block for 0.1 s; return whether a rank's process used no CPU; False without /proc."""
         before = processes.cpu_ticks(self.ranks[rank].process.pid)
         time.sleep(0.1)
         after = processes.cpu_ticks(self.ranks[rank].process.pid)
@@ -306,8 +303,8 @@ class Watch:
         dead rank, the report has no line of code for that rank.
         headline, advice: the first line, which says what happened, and the last, what to do.
         look: the state of all ranks.
-        stuck: whether the ranks can't go on. Then the table of calls marks with ≠ a call that only
-            some ranks have made; otherwise the others may just be late with it, and it has no mark.
+        stuck: True if the ranks can't go on: the table of calls marks with ≠ a call that only some
+            ranks have made. False: it doesn't, since the other ranks may only be late.
         """
         for s in look.now:
             if s.state in ("computing", "starting"):
@@ -356,8 +353,8 @@ class Watch:
         looks at the board are equal, and each rank has failed or replied or, if the cause is known,
         is waiting in a call.
         fallen: {rank: its `Failure`, which describes an exception, or its exit code}. Ranks that
-            follow are added in place, with None if they replied, or reported that their call
-            differs from another rank's.
+            report meanwhile are added in place, with None if they haven't failed, but replied or
+            found that their call differs from another rank's. Neither makes the cause known.
         cause_known: True if the caller knows the cause already.
         """
         begun = time.perf_counter()
