@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import io
+import marshal
 import sys
 import time
 import types
@@ -84,6 +85,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return _on_gpu, (on_cpu(obj),)
+        if isinstance(obj, types.CodeType):  # from 3.1.3 on, cloudpickle drops the file's name
+            return marshal.loads, (marshal.dumps(obj),)
         named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if named and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
@@ -100,11 +103,11 @@ def _dumps(value) -> bytes:
 def _used(fn) -> dict[str, object]:
     """Return {name: value} of the globals and closure variables that `fn` uses.
 
-    Errors and warnings find here the name of what can't be pickled or is large; a variable that is
-    missing here is still pickled. For a method, its object is added as "the object whose method it
-    is"; for a functools.partial, its arguments, as "argument 0 of partial" for example. Variables
-    that only a function inside `fn` uses may be missing. All are left out if a closure variable has
-    no value yet, or if the function (that of a method or partial) isn't written in Python.
+    Errors and warnings take names from here for what can't be pickled or is large. A variable that
+    is missing here is still pickled. A method's object has the name "the object whose method it
+    is", an argument of a functools.partial a name such as "argument 0 of partial". Variables that
+    only a function inside `fn` uses may be missing. All are missing if a closure variable has no
+    value yet, or if the function (that of a method or partial) isn't written in Python.
     """
     if isinstance(fn, functools.partial):
         bound = {f"argument {index} of partial": value for index, value in enumerate(fn.args)}
