@@ -5,12 +5,12 @@ making of a group) before it makes it, and notes there when it is complete. So t
 what a rank did even if the rank is dead or blocked in C++, and other ranks can see whether they are
 about to make the same call. These words are used here:
 
-channel: a series of calls; the n-th calls that ranks make on it belong together. Its name is "0#1"
-    for the collectives of the group that torch names "0", in the script's first world (#1: it may
-    end a world and begin another); "new 0#1" for the making of this group; "0#1 2>3:7" for its
-    messages with tag 7 from rank 2 to rank 3 of the world.
-fingerprint: a text that must be the same in calls that belong together, for example
-    "all_reduce 8 float32 sum"; "" for a new group and a receive from any rank: not compared.
+channel: a series of calls; the n-th calls that ranks make on a channel belong together. Its name is
+    "0#1" for the collectives of the group that torch names "0", in the script's first world (#1: a
+    script may end a world and begin another); "0#1 2>3:7" for messages in this group with tag 7
+    from rank 2 to rank 3 of the world; "new 1#1" for the making of the group "1#1".
+fingerprint: a text, such as "all_reduce 8 float32 sum", that must be the same in all calls that
+    belong together. For a new group and a receive from any rank it is "", and isn't compared.
 index: the number of a call among all calls of its rank, from 0.
 via: the line of an installed framework that the user's line called, as "file:line:function", or "".
 
@@ -54,7 +54,7 @@ _PAGE = _HEAD + SLOTS * _SLOT
 class Said:
     """The description of a call: the part of its record that is the same each time a line makes it.
 
-    These calls share one object, but those of new_group don't. What differs is in the `Record`.
+    A line's equal calls share one `Said`; calls of new_group don't. The rest is in each `Record`.
 
     op, detail: the operation, such as "all_reduce", and its arguments, such as "8 float32, sum".
     group: "world", or as "group [0, 2]". ranks: its members or, of a message, (sender, receiver),
@@ -99,9 +99,9 @@ class Said:
 
     @cached_property
     def text(self) -> bytes:
-        """Return the pickled list of all fields, and of None for the three values of a `Record`.
+        """Return the list of all fields and three Nones, pickled by `_pickled` to fit into a slot.
 
-        To fit into a slot, 1,976 bytes, `_pickled` cuts long fields first, but never the channel.
+        The Nones are `values`, `result` and `memory` of a `Record` in a launch without keep_values.
         """
         return _pickled(self)
 
@@ -127,8 +127,9 @@ class Record:
     values, result: with `launch(..., keep_values=True)`, flat lists of all numbers that the rank
         handed in, and of those that arrived; None without it, or if there are none or more than 64.
     memory: with keep_values, of its first tensor: (number of the storage, from 0 on each rank; the
-        tensor's offset there, in elements; the storage's elements before the call or, if they came
-        by a wait() on the CPU, after it). None for a storage of more than 64 elements.
+        tensor's offset in it, in elements; the storage's elements). The elements are from before
+        the call. If the program's wait() on the CPU is first to see the call's end, they are copied
+        again then, since the program can't be changing them. None for a storage of more than 64.
     """
 
     said: Said
@@ -163,17 +164,17 @@ class Record:
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """Return (file, line, function) of the user's line that made the call, or a library's."""
+        """Return (file, line, function) of the line that made the call: the user's, if known."""
         return self.file, self.line, self.function
 
     @property
     def on_stream(self) -> bool:
         """Return whether the call is on a GPU's stream and, as far as is known, hasn't ended there.
 
-        Such a call has neither `started` nor `done`, since both are noted only after its end. A
-        call on the CPU has `started` from the beginning, and so has a barrier on NCCL, which isn't
-        timed on the GPU: False. A record that `ddpkit.explain` makes from the dump of NCCL's flight
-        recorder never has `started`: True until it has `done`.
+        Such a call has neither `started` nor `done`, since both are noted only after its end. This
+        is False for a call on the CPU, and for a barrier on NCCL, which isn't timed on the GPU:
+        both have `started` from the beginning. A record that `ddpkit.explain` makes from the dump
+        of NCCL's flight recorder never has `started`, so for it this is True until it has `done`.
         """
         return self.done is None and self.started is None
 
@@ -188,10 +189,10 @@ class Record:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes from which an emulated link computes how long the call takes.
+        """Return the number of bytes from which an emulated link computes how long the call takes.
 
-        In an all_gather or gather, `bytes` is one rank's part, so this is the size of all parts
-        together. For other operations it is `bytes`; on a receiver of a scatter, that is one part.
+        For an all_gather or gather, where `bytes` is one rank's part, it is the size of all parts
+        together. For other operations it is `bytes`, which on a receiver of a scatter is one part.
         """
         return self.bytes * len(self.ranks) if self.op in ("all_gather", "gather") else self.bytes
 
@@ -235,9 +236,9 @@ class Board:
         self._times = memoryview(self._map).cast("d")
 
     def close(self):
-        """Unmap the file in this process; it isn't deleted, and other processes keep it mapped.
+        """Unmap the file in this process; the file stays, and other processes keep it mapped.
 
-        From then on `place` returns None, and `destroyed` {}; other methods raise ValueError.
+        After that, `place` returns None and `destroyed` {}, and all other methods raise ValueError.
         """
         self._words.release()
         self._times.release()
@@ -252,8 +253,8 @@ class Board:
         (SLOTS) before it. The caller makes sure that an earlier one is among the rank's last 256:
         otherwise this would overwrite the later call that has its slot now.
         A process that reads the slot meanwhile gets None if the call is new. If it is written
-        again, the reader gets None, or old fields beside new. Last the page's count of writes
-        (`events`) grows in either case: `records`, which keeps what it has read, then reads again.
+        again, the reader gets None, or old fields beside new. In either case the page's count of
+        writes (`events`) grows at the end: `records` then drops its cache of the page.
         """
         words = self._words
         at = self._slot(rank, index)
@@ -273,10 +274,10 @@ class Board:
         words[rank * _PAGE + _EVENTS] += 1
 
     def update(self, rank: int, index: int, record: Record):
-        """Write a call's times and flags again; after `put`, nothing else changes in most calls.
+        """Write a call's times and flags again: in most calls, all that changes after `put`.
 
-        It costs less than `put`, which also pickles the values that the call has moved. The slot
-        must still be this call's: the caller makes sure that it is one of the rank's last 256.
+        It costs less than `put`, which writes all fields. The slot must still be this call's: the
+        caller makes sure that the call is one of the rank's last 256.
         """
         self._put_times(self._slot(rank, index), record)
         self._words[rank * _PAGE + _EVENTS] += 1
@@ -304,7 +305,7 @@ class Board:
         caller: which of the rank's 8 (CALLERS) marks it is, from 0. The recorder gives each live
             thread that makes calls one of its own; threads that find none free share the last.
         since: the `time.perf_counter()` at which the wait began, for the field `waited` of the
-            call's record; None leaves the field alone, and must be given if `index` is None.
+            call's record; None: the field stays as it is. If `index` is None, `since` must be None.
         """
         if since is not None and index >= self.calls(rank) - SLOTS:
             self._times[self._slot(rank, index) + _WAITED] = since
@@ -416,8 +417,8 @@ class Board:
     def _note(self, rank: int, at: int) -> object:
         """Return the object pickled in the note at word `at` of the page of `rank`, or None.
 
-        None: the note isn't written yet, or is just being written. Very rarely pickle doesn't fail
-        then, and the object is a mixture of the old note and the new.
+        None: the note isn't written yet, or is just being written. Very rarely a half-written note
+        can be unpickled: then the object is a mixture of the old note and the new.
         """
         start = (rank * _PAGE + at) * _WORD
         try:
@@ -430,7 +431,7 @@ class Board:
         return self._get(rank, _STATE)
 
     def threads(self, rank: int) -> int:
-        """Return how many live threads of `rank` have made calls, by `set_threads`; 0 at first."""
+        """Return the number that `rank` last wrote by `set_threads`; 0 until it has written one."""
         return self._get(rank, _THREADS)
 
     def record(self, rank: int, index: int) -> Record | None:
@@ -473,10 +474,10 @@ class Board:
         return list(self._read[rank][1])
 
     def find(self, rank: int, channel: int, seq: int) -> tuple[int, int] | None:
-        """Find a rank's call by channel and number: return (index, hash of fingerprint), or None.
+        """Find a rank's call by channel and number; return (index, hash of fingerprint), or None.
 
-        The index is that of the call among all calls of `rank`, from 0; the hash is by `hash32`.
-        None: it isn't made yet, or 255 calls or more came after it, and the next may overwrite it.
+        The index is the call's number among all calls of `rank`, from 0; the hash is by `hash32`.
+        None: the call isn't made yet, or is 255 calls or more ago, and the next may overwrite it.
         channel: `hash32` of the channel's name, such as "0#1" (see the module). seq: how many calls
             `rank` made on that channel before this one.
         """
@@ -536,12 +537,11 @@ _RANKS = _SAID.index("ranks")
 def _pickled(said: Said, kept: tuple = _NOTHING) -> bytes:
     """Pickle the fields of a call, shortened if they are too long for a slot of the board.
 
-    If they fit, nothing is changed. Otherwise `ranks` becomes a range or, if they aren't equally
-    spaced, 2 bytes for each; `Board.record` undoes this. If that isn't enough, fields are shortened
-    in the order of _SPARED until all fit in 1,976 bytes, first those that a report of a hang needs
-    least: `memory`, `result`, `values` and `splits` become None, texts (`amid`, `via`, `detail`,
-    `fingerprint`, `file`, `group`) are cut after 80 characters. If even that isn't enough, as for
-    900 ranks that aren't equally spaced, the pickle is cut there, and `Board.record` returns None.
+    If the fields fit into 1,976 bytes, nothing is changed. Otherwise `ranks` becomes a range or, if
+    the ranks aren't equally spaced, 2 bytes for each; `Board.record` undoes this. If that isn't
+    enough, other fields are shortened in the order of _SPARED, until all fit: texts are cut after
+    80 characters, and the rest become None. If even that isn't enough, as for 900 ranks that aren't
+    equally spaced, the pickle is cut at 1,976 bytes, and `Board.record` returns None.
     said: the call's description. kept: the (values, result, memory) of its `Record`, which follow
         in the pickle; by default three Nones, as in a launch without keep_values.
     """

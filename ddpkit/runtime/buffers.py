@@ -28,23 +28,21 @@ AS_WRITTEN = {"send": "isend"}  # as the user writes it: a send that blocks isn'
 class CheckedGroup(WireGroup):
     """A process group whose handles check that CPU tensors weren't changed while being sent.
 
-    If one was changed, the handle raises an error, see `CheckedWork`. Otherwise it does what a
-    `WireGroup` does: record each call, and pass it to the real group. It doesn't check collectives
-    that block, or tensors on a GPU. An input that shares the output's storage can be checked where
-    the call leaves it unchanged: in an all_gather, or at a broadcast's root. In an all_reduce or
-    reduce, this class gives Gloo a copy; the handle copies the result into the tensor when it finds
-    the call complete. In other calls such an input isn't checked.
+    If one was changed, its call's handle raises an error, see `CheckedWork`. In all else this is a
+    `WireGroup`, which records each call and passes it to the real group. Collectives that block,
+    and tensors on a GPU, aren't checked. An input that shares the output's storage is checked only
+    where the call leaves it unchanged, that is in an all_gather or at a broadcast's root, and in an
+    all_reduce or reduce. For these two Gloo gets a copy of the tensor; the handle copies the result
+    into the tensor when it finds the call complete.
     """
 
     def _collective(self, op, method, args, sent, arriving):
         """Make a collective; return its handle, a `CheckedWork` if the tensors can be checked.
 
-        Otherwise return what `WireGroup` does. A call that blocks (`asyncOp` is False in its
-        options) isn't checked: this gives None or, if the launch emulates a slow network, a handle
-        on which torch.distributed waits before it returns to the program.
+        Otherwise, or if the call blocks (`asyncOp` is False), return what `WireGroup` returns.
         op: the name that the record has, such as "all_reduce". method, args: the real group's
         method, by name, and its arguments, the options last. sent: the tensors that the call reads.
-        arriving: those that it fills, the same list if in place.
+        arriving: those that it fills; the same list object as `sent` if the call works in place.
         """
         watched = sent
         if sent is arriving and not self._reads(op, args[-1]):

@@ -140,8 +140,8 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
     """Have a thread call `answer` when SIGTERM arrives, even if the main thread is blocked in C++.
 
     answer: has to end the process: the signal's handler blocks the main thread for ever, to keep
-        the script from going on. A thread calls it, which Python's wakeup descriptor wakes even
-        during C++, when no handler runs.
+        the script from going on. A thread calls it. Python's wakeup descriptor wakes that thread,
+        even during C++, when no handler runs.
     A handler that the script set before, or sets later, is kept, and then `answer` isn't called.
     Forked children get the default handler back, so that SIGTERM still ends a DataLoader's worker.
     This function does nothing on Windows, outside the main thread, or if SIGTERM is ignored.
@@ -153,7 +153,7 @@ def answer_sigterm(answer: Callable[[], None]) -> None:
         return
 
     def ours(*_):
-        """Handle SIGTERM: wake the thread that ends the process, if need be; never return."""
+        """Wake the module's thread, in case asyncio took its wakeup descriptor; never return."""
         os.write(written, bytes([signal.SIGTERM]))  # asyncio may have taken the wakeup's place
         threading.Event().wait()
 

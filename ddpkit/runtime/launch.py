@@ -55,8 +55,8 @@ def launch(
     """Call `fn(*args, **kwargs)` on `world_size` fresh processes joined by torch.distributed.
 
     fn: a callable, not `async`; it gets its rank from `dist.get_rank()`, as under torchrun. If it
-        is defined in a cell or script, it takes a copy of the globals that it uses: a rank that
-        changes a global changes it neither here nor in another rank.
+        is defined in a cell or script, each rank gets a copy of the globals that `fn` uses: a rank
+        that changes a global changes it neither here nor in another rank.
     world_size: 1 to 64, by default 4. Under torchrun leave it out, or give the number it started.
     backend: "gloo", "nccl" or "auto": NCCL if there is a GPU for each rank or, from NCCL 2.30 on,
         any GPU, which ranks then share; otherwise Gloo on CPU. Ranks on Gloo see no GPU.
@@ -158,8 +158,8 @@ def _check_arguments(fn, world_size, backend, link):
 def _check_call(fn, args, kwargs):
     """Raise TypeError if `fn` can't take these arguments, as far as its signature is known.
 
-    A keyword that `launch` doesn't have goes to `fn`. It may be a slip for one that it has, so the
-    message suggests that one, such as world_size for nprocs.
+    A keyword that isn't an argument of `launch` goes to `fn`. If it looks like a slip for one of
+    `launch`, such as nprocs for world_size, the message suggests that argument.
     """
     try:
         signature = inspect.signature(fn)

@@ -35,7 +35,7 @@ class Link:
     latency_s: seconds from the first byte sent to the first byte received, per message.
     bytes_per_s: bytes a rank can send each second, while it receives as many (full duplex).
     name: what `str(link)` returns; "" for a text with latency and bandwidth.
-    slowdown: set by `slowed`: how many times slower these figures are than those of the wire meant.
+    slowdown: how many times slower this link is than the wire that it stands for; set by `slowed`.
 
     `launch(..., link=link)` holds messages and collectives back until the link would have delivered
     them. So a link can't be faster than the machine's own connection. For a faster one, launch with
@@ -77,9 +77,9 @@ class Link:
             "reduce_scatter", "all_gather", "all_to_all", "barrier" or "new_group". A collective is
             assumed to use the algorithm of `ddpkit.cost` that this module's dict `USUAL` names for
             it ("ring_all_reduce") or, if it names none, the one of the same name ("gather").
-        nbytes: of a message, broadcast, reduce or all_reduce, the tensor's bytes; of a scatter,
-            gather, all_gather or reduce_scatter, those of all ranks' parts together; of an
-            all_to_all, those that one rank hands in; of a barrier or new_group, 0.
+        nbytes: for a message, broadcast, reduce or all_reduce, the tensor's bytes; for a scatter,
+            gather, all_gather or reduce_scatter, the bytes of all ranks' parts together; for an
+            all_to_all, the bytes that one rank hands in; for a barrier or new_group, 0.
         world_size: the number of ranks in the call's group.
         ValueError: `op` is unknown, or a collective's `world_size` is less than 1.
         """

@@ -2,7 +2,7 @@
 
 The board is the file in which each rank writes its state and, just before it makes a call, a
 `Record` of it. A call is a collective call, a send, a receive, or a new_group (the making of a
-group, on a channel such as "new 0#1"). A call is open until it is complete. A rank has come to
+group, on a channel such as "new 1#1"). A call is open until it is complete. A rank has come to
 a call if it has made it, though the call may still be open. A GPU carries out a group's calls one
 after another, from a queue, but those of one batch_isend_irecv, a batch, together.
 
@@ -341,7 +341,8 @@ class Look:
         aren't gone (in a receive from any rank, one is enough). Ranks that wait in a cycle aren't
         free. Returned are the waiting ranks that aren't free, and free ranks that are stuck in
         part: one thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or
-        not free. The rest of such a rank may go on, so ranks that wait only for it aren't returned.
+        not free. If a thread of a free rank waits for ranks that aren't free, these are returned,
+        not the free rank. Nor are ranks that wait only for free ones, which may go on.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]
@@ -479,7 +480,7 @@ class Look:
         for rank in self.ranks:
             for record in self.records[rank]:
                 lacking = self.missing(record, rank)
-                if lacking and record.channel.endswith("?"):  # nobody's calls are on that channel
+                if lacking and record.channel.endswith("?"):  # no other call is on that channel
                     return False
                 for other in lacking:
                     if record.channel in self._reached[other] or other not in forgetful:

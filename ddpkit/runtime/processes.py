@@ -89,9 +89,9 @@ class Rank:
         return False
 
     def end(self):
-        """Kill the rank and its process group, also children that outlived it; return at once.
+        """Kill the rank and its process group, even children that outlived the rank; don't wait.
 
-        Children that have left the group live on. On Windows only the rank itself is killed.
+        Children that left the group (the system's) live on. On Windows only the rank is killed.
         """
         self._lifeline.close()
         if os.name == "posix":
@@ -415,10 +415,10 @@ def preload(modules: Iterable[str]):
 def _our_way():
     """Context manager: let multiprocessing start ranks without running the user's script in them.
 
-    By default multiprocessing runs the user's main script once more in each new process. Those that
-    this thread starts inside the block don't. On Linux (see `start_method`) our fork server forks
-    them, not multiprocessing's; it is started first unless it is running. A process that another
-    thread starts meanwhile runs the script; with "forkserver", our server forks it as well.
+    By default multiprocessing runs the user's main script once more in each new process. Processes
+    that this thread starts inside the block don't. On Linux (see `start_method`) they are forked by
+    our fork server, not multiprocessing's; the server is started first unless it is running. A
+    process that another thread starts meanwhile runs the script, even if our server forks it.
     """
     prepare, connect = multiprocessing.spawn.get_preparation_data, forkserver.connect_to_new_process
     thread = threading.get_ident()

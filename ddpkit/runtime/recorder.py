@@ -10,9 +10,9 @@ mark: a place on the board that says in which call a thread of the rank waits, f
     threads share the last. A thread's mark is free again when the thread has ended.
 record: a `Record`, one call of this rank: its operation, arguments and line, and its times.
 wire: the process group around the real one, `WireGroup`, through which all calls pass.
-keep_values: an argument of `launch`. Records then also keep, so that animations can show them, the
-    numbers in a call's tensors if these have at most 64 (KEPT_ELEMENTS) elements together, and all
-    numbers in the storage of the first one if that has at most 64.
+keep_values: an argument of `launch`. With it, records also keep numbers for animations to show:
+    those in a call's tensors, if these have at most 64 (KEPT_ELEMENTS) elements together, and those
+    in the whole storage of the first tensor, if that storage has at most 64.
 """
 
 import contextlib
@@ -168,8 +168,8 @@ class Recorder:
         """Put the sender into the record of a receive that took any sender, now that it is known.
 
         peer: the sender's rank in the world.
-        channel: the name of the channel for the message's tag from `peer` to this rank, such as
-            "0#1 2>3:7"; the record's `seq` becomes the next number on it.
+        channel: the message's channel, as "0#1 2>3:7" for tag 7 from rank 2 to rank 3 in the group
+            that torch names "0", in the first world (#1). `record.seq` becomes its next number.
         """
         with self._lock:
             both = peer, self.rank
@@ -206,7 +206,7 @@ class Recorder:
             self.board.set_waiting(self.rank, record.number, self._caller(), record.waited)
 
     def waited(self):
-        """Remove this thread's mark, which `stands_at` made, from the board, if there is one.
+        """Remove from the board the mark that `stands_at` made for this thread, if it made one.
 
         The call needn't be complete: the wait may have failed by its timeout.
         """
@@ -247,10 +247,10 @@ class Recorder:
         self.release()
 
     def release(self):
-        """Let go of those groups held by `keep` that, by the board, all members have destroyed.
+        """Let go of each group held by `keep` that all members, as the board shows, have destroyed.
 
-        A group closes its connections once no reference holds it. If they closed earlier, a call in
-        which another member still waits would fail.
+        A group closes its connections once no reference holds the group. If it did so earlier, a
+        call in which another member still waits would fail.
         """
         let_go = []  # destructors wait for threads that may want the lock, so they run after it
         with self._lock:
@@ -287,7 +287,7 @@ class Recorder:
             return place
 
     def left(self, thread: int):
-        """Free the mark of a thread that has ended, for another thread to use, if it has one.
+        """Free the mark of a thread that has ended, so that another thread can get it.
 
         thread: the ended thread's `threading.get_ident()`.
         """
@@ -324,9 +324,8 @@ class Recorder:
     ):
         """Record that a collective call, send or receive is complete; a second time do nothing.
 
-        arrived: the tensors that hold its result, for keep_values.
-        buffer: the first of these, whose whole storage the record then keeps for animations, in
-            place of the copy that `issue` made before the call; None: that copy stays.
+        arrived, buffer: what `arrived` takes. A caller without the program's own wait() gives no
+            buffer: then the record keeps the copy of the storage that `issue` made.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
@@ -343,27 +342,26 @@ class Recorder:
     ):
         """Keep in the record the elements that a call brought; without keep_values, do nothing.
 
-        On the CPU `done` calls this. On a GPU the program's wait() does, and then blocks until the
-        current stream, which waits for the call, has the elements.
+        On the CPU `done` calls this. On a GPU the program's wait() or, without a handle, the call
+        itself does. It blocks until the current stream, which waits for the call, has the elements.
         arrived: the tensors that hold the call's result, for `record.result`. [] for a send: then
             nothing is kept.
         buffer: `arrived[0]`, whose whole storage is copied into `record.memory`, so that an
-            animation can show the memory around it: all of x after a receive into x[2:4]. Only the
-            program's own wait() on the CPU gives it. It is None on a GPU, and where another thread
-            records the call's end, since the program may be changing the storage: then
-            `record.memory` stays the copy made before the call.
+            animation can show the memory around it: all of x after a receive into x[2:4]. None on a
+            GPU, and if another thread sees the call's end before the program's wait(), since the
+            program may be changing the storage: then `record.memory` stays as it is.
         """
         if self.keep_values and arrived:
             record.result = _values(arrived)
             record.memory = self._memory(buffer) or record.memory
 
     def settle(self):
-        """Wait until the ends of calls are recorded: for Gloo's threads 0.2 s (`SETTLE_S`) at most.
+        """Wait until the ends of calls are recorded; on Gloo, for 0.2 s (`SETTLE_S`) at most.
 
         Called before the records leave this process. If the program took a call's future, and only
-        C++ code waits for that, as in DDP, one of Gloo's threads records the call's end, perhaps
-        after the program has gone on. An end that isn't recorded in time stays missing. With NCCL
-        this first waits, without a limit, until the GPU has completed all calls.
+        C++ code waits for that future, as in DDP, one of Gloo's threads records the call's end,
+        perhaps after the program has gone on. An end that isn't recorded in time stays missing. On
+        NCCL this first waits, without a limit, until the GPU has completed all calls.
         """
         if self.streams:
             self.streams.settle()
@@ -403,12 +401,12 @@ class Recorder:
                 write(self.rank, record.number, record)
 
     def latest_issue(self, record: Record) -> float:
-        """Return the `time.perf_counter()` at which the last of `record.ranks` made this call.
+        """Return the `time.perf_counter()` at which the last rank of a call made it.
 
-        These are the group's members or a message's two ends. An emulated link can't begin to carry
-        the call before this time. For a receive the sender counts with the time, perhaps later, at
-        which its link began to carry the message. A rank whose call isn't on the board, or not yet,
-        is left out; this rank's own time always counts.
+        An emulated link can't begin to carry the call earlier. The ranks are `record.ranks`: the
+        group's members or a message's two ends. For a receive, the sender's time is that at which
+        its link began to carry the message, perhaps later than its call. A rank whose call can't be
+        found on the board is left out; this rank's own time always counts.
         """
         times = [record.issued]
         for rank in record.ranks if self.board is not None else ():
@@ -457,8 +455,8 @@ class _Caller:
 
     recorder: the rank's.
     The object is in thread-local storage: when the thread ends, it is deleted and the mark is free
-    again. If none is free, the thread shares the last mark, which then says where one of its
-    threads began to wait last. It is free again when all of these have ended.
+    again. A thread that finds no free mark shares mark 7. That mark then says where one of its
+    threads began to wait last, and is free again when all of them have ended.
     """
 
     def __init__(self, recorder: Recorder):
@@ -485,8 +483,8 @@ def _idles(frame: types.FrameType | None) -> bool:
 def recorder() -> Recorder | None:
     """Return the recorder of this rank, or None if its calls aren't recorded.
 
-    They are in a world that `launch`, a %%ranks cell or `torchrun ... -m ddpkit.debug SCRIPT` has
-    set up: its process group is a `WireGroup`, which has the recorder.
+    Calls are recorded in a world that `launch`, a %%ranks cell or `torchrun ... -m ddpkit.debug
+    SCRIPT` has set up. The process group of such a world is a `WireGroup`, which has the recorder.
     """
     return getattr(dist.group.WORLD, "recorder", None)
 

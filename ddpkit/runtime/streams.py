@@ -16,8 +16,8 @@ These fields of a `Record`, the description of a call, have a meaning of their o
              the call is complete
     waited   when the current stream (in a wait with a timeout, the program) began to wait for the
              call; from then on it stands still until the call is done; None before any wait
-    reached  whether the GPU has come to a call that is still open 0.3 s after it was issued: False
-             while it is busy with earlier work on the current stream, and for all quicker calls
+    reached  True once the call has been open for 0.3 s and the GPU has finished the earlier work on
+             the current stream; otherwise, as in all quicker calls, False
 
 A call that is captured in a CUDA graph is recorded once, on the stream "graph", as done when it was
 captured, because captured events can't be queried. Replays of a graph aren't recorded.
@@ -53,7 +53,7 @@ class Cuda:
         self._behind: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
-        """Record a timing event on the current stream, behind all work queued there; return it."""
+        """Return a new timing event, recorded on the current stream after all work queued on it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -62,12 +62,12 @@ class Cuda:
         """Return a new event that is complete once `work` is, recorded on an extra stream.
 
         Only the extra stream waits for `work`, so the program isn't delayed. Each value of
-        `record.stream` has one, of high priority: torch hands out its streams again and again, so
-        one of usual priority might be in use by the program as well. It waits for the future of
-        `work`, because `work.wait()` would drop references to tensors, whose memory the program
-        might then reuse while NCCL reads it. The future of a send, recv, gather or scatter
-        (`WITHOUT_FUTURE`) may not cover all tensors. There `work.block_current_stream()` waits; it
-        drops references as well, so the caller has to keep the tensors.
+        `record.stream` has its own extra stream, of high priority since torch hands out those of
+        usual priority again and again, perhaps to the program. The extra stream waits for the
+        future of `work`, because `work.wait()` would drop references to tensors, whose memory the
+        program might then reuse while NCCL reads it. The future of a send, recv, gather or scatter
+        (`WITHOUT_FUTURE`) may not cover all tensors. For these `work.block_current_stream()` is
+        used. It drops the references as well, so the caller must keep the tensors.
         """
         if record.stream not in self._behind:
             self._behind[record.stream] = torch.cuda.Stream(self.device, priority=-1)
@@ -283,9 +283,10 @@ class Streams:
         The reading thread notes the end by that event. In a CUDA graph the end is noted here.
         works: the handle of the call, or the handles of a batch.
         inner: NCCL's own handle of the call or batch; it is stored in each of `works`.
-        tensors: those of the calls. For a send, recv, gather or scatter (`WITHOUT_FUTURE`) they are
-            kept alive until the event is complete: putting it makes NCCL's handle drop its
-            references while NCCL may still use the tensors. In other calls that handle keeps them.
+        tensors: those of the calls, which NCCL's handle keeps alive. But for a send, recv, gather
+            or scatter (`WITHOUT_FUTURE`), whose future may not cover all tensors, `Cuda.mark_end`
+            has a stream wait for the handle itself. The handle then drops the tensors while NCCL
+            may still use them, so they are kept here.
         """
         records = [work.record for work in works]
         for work in works:
@@ -301,11 +302,11 @@ class Streams:
         self._pending.append((records, events, kept))
 
     def wait(self, work: StreamWork):
-        """Make the current CUDA stream wait for an NCCL call, without blocking the program.
+        """Make the current CUDA stream wait for an NCCL call, mostly without blocking the program.
 
-        The first wait for a call gets an event, which shows when the stream began to wait. In a run
-        launched with keep_values, a result of at most 64 elements is then copied into the record,
-        which does block until the call is done.
+        The first wait for a call gets an event, which shows when the stream began to wait. Only in
+        a run launched with keep_values does this block the program: until a result of at most 64
+        elements is complete, and copied into the record.
         """
         work.record.waits += 1
         if work.record.waits == 1 and not self._gpu.capturing():
@@ -316,8 +317,8 @@ class Streams:
     def read(self) -> list[Record]:
         """Note the times of complete CUDA events; return the records of calls with incomplete ones.
 
-        It never blocks on the GPU. The records are in the order in which the events were made. One
-        comes again for the event of a wait, if both that and its call's end are incomplete.
+        It never blocks on the GPU. The records are in the order in which the events were made. A
+        record comes again if the event of a wait for its call is incomplete as well.
         For a call that is still open 0.3 s (`LATE_S`) after its issue, `reached` is set as well: it
         tells the report of a hang whether the GPU has come to the call.
         """

@@ -60,11 +60,11 @@ class WireWork(Work):
     record: the `Record` of the call, in which its times and waits are noted.
     recorder: the rank's `Recorder`, which notes the call's end and writes the mark.
     arriving: the tensors that the call fills; with keep_values, the record keeps their elements.
-    until_done: a function that `wait` calls as `until_done(inner.wait)` instead of `inner.wait()`.
-        It calls its argument; then it blocks until an emulated link would have delivered or, for a
-        receive from any rank, notes the sender, which is known only then.
-    delivered: for a collective on an emulated link, a future that get_future() returns instead of
-        the inner handle's. It completes, with the same value, when the link would have delivered.
+    until_done: a function, called by `wait` as `until_done(inner.wait)` in place of `inner.wait()`.
+        It calls `inner.wait()`; then it blocks until an emulated link would have delivered. For a
+        receive from any rank, it also notes the sender, which is known only then.
+    delivered: for a collective on an emulated link, the future that get_future() returns in place
+        of that of `inner`. It gets the same value, but only when the link would have delivered.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ def _recorded(op: str, method: str, sent: int = 0):
     op: torch.distributed's name for the call, such as "all_reduce".
     method: the name of the real group's method.
     sent: the index of the method's argument that holds the input tensors. Argument 0 holds the
-        output; with 0 the call works in place, so this is the input as well.
+        output. If `sent` is 0, the call works in place: the output tensors are the input as well.
     """
 
     def call(self, *args):
@@ -242,10 +242,10 @@ class WireGroup(dist.ProcessGroup):
         """Context manager: record one call, "new_group", while the block connects a real group.
 
         Connecting blocks until all members take part, as a collective does, so the report of a hang
-        must know of it. The real group is the Gloo or NCCL group inside this new one; but in
-        `split_group` this is the old group, all of whose members take part. The record has this
-        group's members and the channel "new 1#1", if "1#1" is this group's name. While the world
-        itself connects, nothing is recorded: on the board, ranks' states show which have joined it.
+        must know of it. The real group is the Gloo or NCCL group inside a new `WireGroup`, `self`;
+        but in a split, `self` is the old group, all of whose members take part. The record has the
+        members of `self` and, if "1#1" is its name, the channel "new 1#1". While the world itself
+        connects, nothing is recorded: on the board, ranks' states show which have joined it.
         """
         if not self.recorder.joined:  # the world itself, which the launcher watches
             yield
@@ -292,8 +292,8 @@ class WireGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         """Record a barrier and make it on the real group; return its handle, or None if it blocked.
 
-        It blocks on Gloo unless the options or an emulated link make it asynchronous. On NCCL it is
-        always asynchronous, so that the program blocks in `wait`, which marks the rank as waiting.
+        On Gloo the barrier blocks, unless the options make it asynchronous or a link is emulated.
+        On NCCL it returns a handle: the program blocks in `wait`, which marks the rank as waiting.
         """
         opts = opts or dist.BarrierOptions()
         if self.recorder.streams:
@@ -393,7 +393,6 @@ class WireGroup(dist.ProcessGroup):
         """Record a receive and start it; return its handle.
 
         On an emulated link, the handle's `wait` ends only when the link would have delivered.
-
         tensors: [the one to fill]. src: the sender's number in the group. tag: the message's.
         """
         record, recorder = self._message("recv", tensors[0], src, tag), self.recorder
@@ -485,13 +484,13 @@ class WireGroup(dist.ProcessGroup):
         return self._description
 
     def split_group(self, ranks, timeout=None, opts=None, group_name="", *args, **kwargs):
-        """Split the real group; return a `WireGroup` around this rank's part, None if it has none.
+        """Split the real group; return a `WireGroup` around this rank's part, or None without one.
 
         All members of this group must call it.
-        ranks: the members of this rank's part, as numbers in this group; those of the first part,
-            if this rank is in none.
-        timeout: None means this group's timeout, and so does torch's default of 30 minutes, which
-            dist.split_group passes where the user gives none. The other arguments are torch's.
+        ranks: the members of this rank's part, as numbers in this group. If this rank is in no
+            part, they are those of the first.
+        timeout: of the parts. If it is None or 30 minutes, which dist.split_group passes where the
+            user gives none, this group's timeout is used. The other arguments are torch's.
         """
         if timeout is None or timeout == c10d.default_pg_timeout:
             timeout = self.timeout
@@ -545,7 +544,7 @@ def _through_link(recorder: Recorder, record: Record, wait: Callable):
 
     The emulated transfer takes as long as the link needs for the call's bytes. It begins once this
     rank's earlier transfers are over and, unless the call is a send, the other ranks have made the
-    call as well. If its end is past already, or the recorder has no link, this doesn't sleep.
+    call. If its end is past, or there is no link, this doesn't sleep. It drops wait()'s result.
     """
     wait()
     _hold_back(recorder, record)
@@ -715,9 +714,9 @@ def _let_others_go_first(readers: set[str]):
     """Keep Gloo's reading threads from preempting this rank when a message wakes them.
 
     They get the scheduling policy SCHED_BATCH, which marks a thread that needn't run at once. The
-    rank often holds the connection's lock when a message comes. The reader then fails to get it,
-    and polls again and again, until the scheduler stops it. For each message that takes most of a
-    millisecond from the rank's core, which the network that the link emulates wouldn't cost.
+    rank often holds the connection's lock when a message comes. A reading thread that preempts the
+    rank then fails to get the lock, and polls until the scheduler stops it. So each message would
+    take most of a millisecond from the rank's core, which the emulated network wouldn't.
     readers: the ids of the threads, from `_threads`. A thread that has ended is skipped.
     """
     for thread in readers:
@@ -763,8 +762,8 @@ def _wired_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
 def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
     """Split a group as torch does, but refuse a `WireGroup` on NCCL; replaces dist.split_group.
 
-    On NCCL torch needs a world with a bound device, which on the wire it never has: see `_nccl`. A
-    part of a `WireGroup` on Gloo is one as well; torch before 2.15 raises RuntimeError instead.
+    On NCCL torch needs a world with a bound device, and a world on the wire has none: see `_nccl`.
+    On Gloo each part of a `WireGroup` is one as well; torch before 2.15 raises RuntimeError.
     ValueError: the parent is on NCCL and the wire; make each part with dist.new_group.
     """
     parent = parent_pg or c10d._get_default_group()
@@ -775,7 +774,7 @@ def _wired_split(parent_pg=None, split_ranks=None, *args, **kwargs):
 
 
 def plain_group() -> dist.ProcessGroup:
-    """Return a new Gloo group of all ranks whose calls aren't recorded, to compare costs with.
+    """Return a new Gloo group of all ranks, which records no calls, to compare costs with.
 
     Every rank must call this function.
     """
@@ -785,11 +784,11 @@ def plain_group() -> dist.ProcessGroup:
 def _batched(p2p_op_list):
     """Start a batch of messages; return a handle for each. It replaces dist.batch_isend_irecv.
 
-    On NCCL the messages must go to it as one batch: sent one by one they could deadlock. torch's
-    own function batches only for torch's own class of group, so for a `WireGroup` it is done here.
-    A wait for one message waits for the batch. In it, a message from a rank to itself isn't
-    recorded and has no handle. Batches on the CPU, or in another group, are passed to torch.
-    ValueError: a message of a `WireGroup` from a rank to itself, on the CPU or with no others.
+    The messages must go to NCCL as one batch: one by one they could deadlock. torch's own function
+    batches only in torch's own class of group, so this one batches in a `WireGroup` on NCCL. There
+    a wait for one message waits for the whole batch. A message from a rank to itself isn't recorded
+    and has no handle. A batch on the CPU, or in another kind of group, is passed to torch.
+    ValueError: a rank's message to itself in a `WireGroup`, on the CPU or with none to other ranks.
     p2p_op_list: a list of `dist.P2POp`, all in one group.
     """
     first = p2p_op_list[0] if p2p_op_list else None

@@ -1,13 +1,13 @@
 """Describe a call of torch.distributed as a `Said`: operation, group, arguments and line, in words.
 
-A `Said` is the part of a call's record that is the same each time a line makes the same call. Those
-of collectives and messages, but not the rare new groups', are cached by line and arguments (shapes,
-dtype): recording may take no more than 30 µs a call, and a training step repeats its calls. Records
-are written to the board, a file that all ranks share, where each rank finds the others' calls.
+A `Said` is the part of a call's record that is the same each time a line makes the same call. That
+of a collective or message is cached by line and arguments (shapes, dtype), since a training step
+repeats its calls, and recording may take no more than 30 µs a call. That of a new group, which is
+rare, isn't cached. Records are written to the board, a file that all ranks share.
 
-The argument `place` is the user's line, (file, line, function, via, amid). If that line called an
-installed framework, via is "file:line:function" of the framework's line that led to torch; amid is
-the exception that the line handles, as "ValueError: no data (train.py:12)"; otherwise they are "".
+The argument `place` is the user's line, (file, line, function, via, amid). via: the line of an
+installed framework through which the user's line led to torch, as "file:line:function", or "".
+amid: the exception that the user's line handles, as "ValueError: no data (train.py:12)", or "".
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Member:
 def new_group(member: Member, place: Place) -> Said:
     """Describe the making of a group, in which a rank waits for the other members, as a `Said`.
 
-    Ranks don't compare these calls: the fingerprint, the text for that, is "".
+    Ranks don't compare these calls, so the fingerprint, the text that is compared, is "".
     member: this rank as a member of the group whose members must all take part: the new group or,
         in a split, the one that is split.
     """

@@ -182,7 +182,7 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
     rank's file "output". The environment is that of the assignment. SIGUSR1 writes the stacks of
     all threads into the rank's file "stack", for the parent to read. torch gets a new random seed,
     which differs by rank and by launch. The world isn't joined yet.
-    pipe: the rank reports there, later on, that ranks make different calls.
+    pipe: if ranks later make different calls, this rank reports that to the parent through it.
     """
     if os.name == "posix":
         os.setpgid(0, 0)  # so that its children can be ended with it
@@ -233,9 +233,9 @@ def become_rank(assignment: Assignment, pipe: Connection, lifeline: Connection) 
 def end_with_parent(lifeline: Connection):
     """Arrange that this rank and its children end when the parent does; return at once.
 
-    However the parent ends, `lifeline` closes. On Linux the pipe is set (F_SETSIG) to send SIGKILL
-    then to this rank's process group, even if C code never releases the GIL. On other systems a
-    thread that reads the lifeline kills the group; on Windows it ends the rank alone.
+    `lifeline` closes however the parent ends. On Linux it is set (F_SETSIG) so that the kernel then
+    sends SIGKILL to this rank's process group, even while C code holds the GIL. On other systems a
+    thread that reads `lifeline` kills the group; on Windows that thread ends this rank alone.
     """
     if sys.platform == "linux":
         from fcntl import F_GETFL, F_SETFL, F_SETOWN, F_SETSIG, fcntl
