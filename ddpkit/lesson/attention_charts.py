@@ -77,13 +77,12 @@ def _by_length(curves: Curves, title: str, unit: str, ceiling: Mapping[int, floa
 def merge_tree(row: Sequence[float]) -> Picture:
     """Draw how the softmax statistics of a row's numbers are merged, two at a time, into one.
 
-    A box shows a pair (m, ℓ), where m is the largest of the numbers x that the box stands for, and
-    ℓ the sum of e^(x − m) over them. The top line has a box for each number, the bottom line one
-    box for the whole row. In between, neighbours are merged from line to line; if a line has an odd
-    number of boxes, its last is repeated in the next. The alt text lists the pairs of every line.
-    Used in notebook 08.
+    A box stands for some numbers x of the row. It shows their (m, ℓ): m is the largest of them, and
+    ℓ the sum of e^(x − m). The top line has a box for each number, the bottom line one box for the
+    whole row. From each line to the next, boxes are merged in pairs; a last box without a partner
+    is repeated. The alt text lists the (m, ℓ) of every line. Used in notebook 08.
 
-    row: 2 to 8 numbers, -inf for one that is masked. A box of masked numbers only shows (−∞, 0).
+    row: 2 to 8 numbers, -inf for one that is masked. A box of nothing but these shows (−∞, 0).
     """
     values = torch.tensor(row, dtype=torch.float32).view(-1, 1)
     level = [(float(at), pair) for at, pair in enumerate(zip(*summarize(values), strict=True))]

@@ -29,11 +29,11 @@ def bucket_calculator(
 ) -> Calculator:
     """Return a widget with sliders for bucket cap and latency that predicts a step's timeline.
 
-    In backward of a training step gradients become ready one by one. They are collected in buckets
-    of one dtype each. A bucket is full once its bytes reach the cap or no more gradients of its
-    dtype follow. A full bucket is all-reduced, by a ring, as soon as the all-reduce before it has
-    ended. The picture shows when gradients become ready and when buckets are sent. The caption says
-    how many milliseconds of communication are exposed, which means not hidden behind backward.
+    During backward, gradients become ready one by one, and are collected in buckets of one dtype
+    each. A bucket is full once its bytes reach the cap or no more gradients of its dtype follow. A
+    full bucket is all-reduced, by a ring, after the bucket before it. The picture shows when
+    gradients become ready and when buckets are sent. The caption states the milliseconds of exposed
+    communication, which backward doesn't hide.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     ready_s: for each gradient, the time at which it is ready, in seconds after backward began.
@@ -41,10 +41,10 @@ def bucket_calculator(
     world_size: the number of ranks.
     ValueError: no gradients, `ready_s` has another length, or `world_size` is below 1.
 
-    The cap slider has a power of two for each different way to fill the buckets. The latency slider
-    has the model's own latency, then 1, 3 and 10 ms as far as they are larger. For one latency all
-    caps share a time scale, so that pictures can be compared. A saved notebook keeps a text in
-    place of the widget, without times, since `ready_s` differs from run to run. Notebook 04.
+    The slider of caps has a power of two for each different way to fill the buckets. That of
+    latencies has the model's own, and those of 1, 3 and 10 ms that are larger. Pictures of the same
+    latency share a time scale. A saved notebook keeps a text in place of the widget, without times,
+    since `ready_s` differs from run to run. Used in notebook 04.
     """
     sizes = [nbytes for nbytes, _ in gradients]
     plans = bucket_plans(gradients)
@@ -78,11 +78,11 @@ def bucket_calculator(
 def bucket_plans(gradients: Sequence[tuple[int, torch.dtype]]) -> dict[int, list[list[int]]]:
     """Return {bucket cap in bytes: plan}, with one cap, a power of two, for each different plan.
 
-    A bucket is a group of gradients of one dtype that one all-reduce sends. It is full with the
-    gradient with which its bytes reach the cap. A plan is a list of buckets in the order of
-    sending, each a list of indices into `gradients`. Caps of 1, 2, 4, ... bytes are tried, up to
-    the first that exceeds the size of all gradients together: with this cap there is one bucket for
-    each dtype. Of caps with the same plan, the largest is kept.
+    A bucket is a group of gradients of one dtype that one all-reduce sends. It takes gradients
+    until its bytes reach the cap. A plan is a list of buckets in the order of sending, each a list
+    of indices into `gradients`. Caps of 1, 2, 4, ... bytes are tried, up to the first that exceeds
+    the size of all gradients together: with this cap there is one bucket for each dtype. Of caps
+    with the same plan, the largest is kept.
 
     gradients: (bytes, dtype) of each, in the order in which they become ready.
     """
@@ -115,10 +115,10 @@ def zero_calculator() -> Calculator:
 def zero_stage(model: str, world_size: int, stage: int) -> tuple[str, Picture]:
     """Return (caption, bar chart) of the bytes that each rank keeps in ZeRO's stages 0 to 3.
 
-    Parameters, gradients and optimizer state count, in mixed precision with AdamW; activations
-    don't. The chart has a bar for each stage, with that of `stage` highlighted. The caption says
-    for `stage` what a rank keeps, whether that fits on a GPU with 80 GB, and how many bytes the
-    rank sends in a step by ring collectives, with 2 bytes for each gradient and parameter.
+    The bytes are those of parameters, gradients and AdamW's state in mixed precision, without
+    activations. The chart has a bar for each stage, with that of `stage` highlighted. The caption
+    says for `stage` what a rank keeps, whether that fits on a GPU with 80 GB, and how many bytes
+    the rank sends in a step by ring collectives, with 2 bytes for each gradient and parameter.
 
     model: a key of `MODELS`, such as "7.5B". world_size: the number of ranks.
     stage: the stage that the caption is about, from 0 to 3.

@@ -46,10 +46,11 @@ def twin_of(config: TrainConfig, count: int = 4) -> tuple[list[float], dict[str,
     buffers, and the optimizer's values for each element. A tensor that is split between ranks is
     put together; of one that several ranks hold, each returns its own copy. To be called on every
     rank. Checkpoints are neither read nor written.
-    Used to compare meshes by a training's exact twin (`config.exact`). All its numbers are
-    integers, so all ranks of all meshes must return the same bits. Its optimizer, "sign", adds up
-    each element's gradients over the steps, and moves the element by 1 against the sum's sign.
-    Gradients that are twice too large show only in these sums: parameters and losses don't change.
+    To compare meshes, set `config.exact`: then `Trainer` trains the model's exact twin, in which
+    parameters, activations, gradients and losses are integers, so all ranks of all meshes must
+    return the same bits. The twin's optimizer, "sign", adds up each element's gradients over the
+    steps, and moves the element by 1 against the sum's sign. Only the sums show a wrong scale of
+    gradients: parameters and losses don't change.
     """
     trainer = Trainer(config)
     losses = [trainer.step(number)["loss"] for number in range(count)]
@@ -72,8 +73,8 @@ def train_and_die(config: TrainConfig, at: int) -> None:
     To be called on every rank; the death makes the launch fail. Steps count from 0. The process
     dies by SIGKILL, as it would if memory ran out, so it can't clean up, and only what is in
     `config.folder` is left. Before it dies, rank 1 waits until the last checkpoint that was due is
-    saved, but at most 60 seconds. Choose an `at` of at least `config.save_every`: before that none
-    is due, and rank 1 waits all 60 seconds. `config.save_every` must not be 0 (save only the end).
+    saved, but at most 60 seconds. `config.save_every` must not be 0 (save only the end), and `at`
+    at least as large: if not, rank 1 waits all 60 seconds for a checkpoint that is never saved.
     """
 
     def die(number: int) -> None:

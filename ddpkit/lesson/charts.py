@@ -67,10 +67,10 @@ def _grouped_bars(results, value: Callable, what: str, unit: str, scale: str) ->
 
     results: a `ddpkit.bench.results.Results`, a list. Two kinds of result have no bar. A ceiling,
         such as "memcpy", merely moves the bytes: it is a black mark on the bar of each result that
-        names it as its `ceiling`. The second timing of the baseline ("gloo again"), which serves
-        only to see how much times differ by chance, isn't drawn at all.
-    value: function of (result, seconds) that returns the height of a bar, or of the mark on it. The
-        seconds are the median time of that result, or of its ceiling.
+        names it as its `ceiling`. The baseline's second timing ("gloo again"), which shows how much
+        times differ by chance, isn't drawn at all.
+    value: function of (result, seconds). It returns the height of the result's bar for the result's
+        median time, and the height of the mark on this bar for its ceiling's median time.
     what, unit: the name and the unit of the quantity that is drawn, for the axis.
     scale: "log" or "linear", the scale of that axis.
     """

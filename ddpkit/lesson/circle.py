@@ -1,9 +1,10 @@
 """Draw the ranks of a ring on a circle, each element of a rank's first buffer as a striped cell.
 
-A rank's first buffer is the storage of the first tensor that it sends or receives. A cell has room
-for one stripe per rank. A rank's stripe is drawn, in its colour, if it contributed to the cell's
-value; so a finished sum has all stripes. A `Frame` is the state that one picture of an animation
-shows: every rank's buffers, and for each element who contributed to it, its owner.
+A rank's first buffer is the storage of the first tensor that it sends or receives. The owner of an
+element is the rank that its value came from, or the set of ranks if the value is a sum over them. A
+cell has a slot for each rank, and shows a stripe, in the rank's colour, for the owner or for each
+rank of that set. So a finished sum has all stripes. A `Frame` is the state that one picture of an
+animation shows: every rank's buffers, as the value and the owner of each element.
 """
 
 import math
@@ -55,9 +56,8 @@ def place(rank: float, world_size: int) -> tuple[float, float]:
 def cells_of(frame: Frame, rank: int) -> list[Owner]:
     """Return the owner of each element in a rank's first buffer, at the moment `frame` shows.
 
-    The owner of an element is the rank that its value came from, a frozenset of ranks if it is the
-    sum of their values, or None if that isn't known. Owners are listed in the order of the
-    elements. The run needs `launch(..., keep_values=True)`, which records them.
+    The owner is the rank that an element's value came from, a frozenset of ranks for a sum, or None
+    if that isn't known. The run needs `launch(..., keep_values=True)`, which records elements.
 
     StopIteration: the frame shows no buffer of the rank, because it has sent or received nothing
         yet, or its elements weren't recorded. It can't happen where `is_round` is True.
@@ -68,7 +68,7 @@ def cells_of(frame: Frame, rank: int) -> list[Owner]:
 def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[float, float]:
     """Return (x, y) of a cell's upper left corner, in pixels right of and below the picture's.
 
-    The ranks stand on a circle, and each has a row of cells, which show the elements of its data.
+    The ranks stand on a circle. Each has a row of cells, one for each element of its first buffer.
 
     index: the cell's position in its rank's row, from 0. cells: the number of cells in that row.
     """
@@ -77,7 +77,7 @@ def cell_place(rank: int, index: int, cells: int, world_size: int) -> tuple[floa
 
 
 def draw(frame: Frame, world_size: int, title: str) -> Picture:
-    """Draw the ranks on their circle, with their cells and the messages that they are sending.
+    """Draw the ranks on their circle, each with its cells, and the messages that they are sending.
 
     frame: one of those that `film.hop_by_hop` returns for each hop (messages that travel at the
         same time) and for the end. The run must be a ring, as `is_round` checks. The picture's alt
@@ -100,7 +100,7 @@ def draw(frame: Frame, world_size: int, title: str) -> Picture:
 
 
 def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
-    """Draw a rank's name and cells, as in `frame`; those that it sends there have thick edges."""
+    """Draw a rank's name and its cells; cells that it sends in `frame` have thick edges."""
     owners = cells_of(frame, rank)
     _, marked = frame.marked.get(rank, (None, ()))
     wide = max(len(owners) * (CELL + GAP) + 14, 100)
@@ -115,9 +115,9 @@ def _draw_rank(canvas: Canvas, frame: Frame, rank: int, world_size: int):
 
 
 def _draw_cell(canvas: Canvas, x, y, owner: Owner, world_size: int, marked: bool):
-    """Draw a cell with its upper left corner at (x, y), and a stripe for each contributing rank.
+    """Draw an element's cell, its upper left corner at (x, y), with a stripe for each owning rank.
 
-    owner: that rank, a frozenset of such ranks, or None: no stripe. marked: give it a thick frame.
+    owner: that rank, a frozenset of ranks, or None for no stripe. marked: draw a thick frame.
     """
     edge, line = ("black", 3) if marked else (page.FAINT, 1.5)
     canvas.box(x, y, CELL, CELL, page.EMPTY, edge, line, round=3)

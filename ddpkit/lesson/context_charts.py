@@ -262,13 +262,13 @@ def _draw_blocks(canvas: Canvas, left: float, seen_by: list[list[Seen]], hop: in
 def sent_for_a_key(scheme: str, heads: int, kv_heads: int, world_size: int) -> float:
     """Return how much a rank sends in the forward pass, as a multiple of one head's keys.
 
-    The unit is the bytes of one head's keys for the tokens of one rank. For example, the result is
-    48.0 for a ring of 4 ranks with 8 kv_heads: keys and values, 8 heads, 3 hops. For all-to-alls
-    with 8 heads as well it is 24.0: q, k, v and outputs, 8 heads, of which 3/4 leave the rank.
+    The unit is the bytes of one head's keys for the tokens of one rank. Take 4 ranks, 8 heads and 8
+    kv_heads. A ring sends 48.0: 2 (keys and values) × 8 heads × 3 hops. All-to-alls send 24.0: 4
+    (q, k, v and outputs) × 8 heads × 3/4, as a quarter stays on the rank.
 
-    scheme: "ring" for ring attention; anything else for two all-to-alls. In the first, each rank
-        gives away q, k and v of its own tokens, and gets those of all tokens for 1/W of the heads.
-        The second brings outputs back. W must divide heads and kv_heads, which isn't checked.
+    scheme: "ring" for ring attention; anything else for two all-to-alls. By the first, each rank
+        swaps q, k and v of its own tokens for those of all tokens in 1/W of the heads. The second
+        brings outputs back. W must divide heads and kv_heads, which isn't checked.
     heads, kv_heads: the number of query heads, and of key heads (of value heads as well).
     world_size: W, the number of ranks among which the sequence is divided.
     """
@@ -286,9 +286,10 @@ def crossing(
 
     The schemes are a ring, in which keys and values travel, and an all-to-all, which gives each
     rank the whole sequence for some of the heads. Lines show computed bytes, points those that a
-    run sent. The all-to-all's line is dotted where there are fewer key/value heads than ranks,
-    since each rank needs one. A dashed line marks the number of key/value heads with which both
-    send equally much. The alt text states this number, and the most bytes that were measured.
+    run sent. The all-to-all's line is dotted where there are fewer key/value heads than ranks: it
+    is impossible there, as some ranks would get none. A dashed line marks the number of key/value
+    heads with which both formulas give the same bytes, which may lie in the dotted part. The alt
+    text states this number, and the most bytes that were measured.
 
     measured: {"ring" or "all-to-all": {number of key/value heads: bytes}}, with both keys.
     heads: the number of query heads. world_size: the number of ranks.
@@ -321,12 +322,12 @@ EVERY = 8  # steps over which a mean is taken
 def loads(shares: Mapping[str, Sequence[Sequence[float]]]) -> Picture:
     """Draw how a router shares tokens out to experts, step by step; a panel for each training.
 
-    A token's choices are the experts that it is sent to, one or more; a share is the part of a
-    step's choices that fall on one expert. A panel is a stack of bands, one for each expert and as
+    The choices of a token are the experts that it is sent to. An expert's share is the part of a
+    step's choices that fall on this expert. A panel is a stack of bands, one for each expert and as
     high as its share, averaged over 8 steps at a time (`EVERY`). A band that is over 6 % high at
-    the right end has the expert's index there. Colours repeat after 8 experts. The alt text states
-    for each training the largest share in the average of its last 8 steps, in multiples of the
-    average share of an expert.
+    the right end has the expert's index there. Colours repeat after 8 experts. The alt text states,
+    for each training, the largest share, averaged over its last 8 steps, in multiples of an equal
+    share.
 
     shares: {name of the training: for each step, the share of each expert}. The shares of a step
         add up to 1. The number of steps is a multiple of 8.

@@ -20,9 +20,9 @@ from .page import Canvas, Picture, chart, colour, ink, legend, patch
 def before_after(pairs: Iterable, title: str) -> Picture:
     """Draw what each rank holds before and after a collective call, a row for each rank.
 
-    A number before the call has its rank's colour. A number after it has that of the rank itself,
-    if that had it at the same index before, or of the only rank that had it. Other numbers, such as
-    most sums, are grey; so let the ranks begin with different ones. Used in notebook 01.
+    A number before the call has its rank's colour. A number after the call has the colour of this
+    rank if it had the number at the same index before, otherwise of the only rank that had it. All
+    others, such as most sums, are grey; so let ranks begin with different numbers. Notebook 01.
 
     pairs: for each rank, (before, after), for example what `launch` returned if the function
         returned that pair. Each is a tensor or list of any shape, or None for nothing.
@@ -96,7 +96,7 @@ class Change:
 
 
 def longest_row(rows: Iterable[list | None]) -> int:
-    """Return the length of the longest of the ranks' lists of numbers, each number a box; or 1.
+    """Return how many boxes the longest of the ranks' lists of numbers takes, at least 1.
 
     rows: one list for each rank, at least one; None, or an empty list, is drawn as one empty box.
     """
@@ -239,11 +239,10 @@ def _total_and_busiest(sent: list[int], received: list[int]) -> tuple[str, str]:
 def hops(run) -> Picture:
     """Draw the messages of a run as arrows between ranks, a row for each hop.
 
-    Messages that can travel at the same time share a hop. A message is one hop after the latest of
-    the messages that its sender or its receiver had completed before that rank began this one, as
-    when a rank forwards what it received. Without such messages it is in hop 1. Only messages with
-    a recorded send and receive are drawn, so none inside torch's own collectives. The alt text
-    lists the messages.
+    Messages that can travel at the same time share a hop. A message is in the hop after the latest
+    message that its sender or receiver had finished before beginning this one, as when a rank
+    forwards what it received; without any, it is in hop 1. Only messages with a recorded send and
+    receive are drawn, so none inside torch's own collectives. The alt text lists the messages.
 
     run: what `launch` returned. If it has no messages, the ranks are drawn without arrows.
     """
@@ -346,9 +345,9 @@ class Part:
     run: what `launch` returned. after: the name of an operation, such as "broadcast"; None for the
         whole run.
     wire: for each rank, the records of its calls in this part.
-    begun: for each rank, when its part begins: at the end of its last call of `after` (or, if that
-        isn't recorded, at its beginning), or at the rank's next call if that came before. A rank
-        that never called `after` is drawn whole, from its first call; inf if it made no call.
+    begun: for each rank, the time at which its part begins: the end of its last call of `after`
+        (its beginning, if it has no end), or the rank's next call if that was earlier. If the rank
+        never called `after`, it is the rank's first call; inf if there is none.
     start: the earliest time in `begun`; inf if no rank made a call in the whole run.
     end: the latest time in this part's records. Without any, as when `after` was each rank's last
         call, it is 0.0, before `start`, and there is nothing to draw.
@@ -396,8 +395,8 @@ def _say_calls(records: Sequence) -> str:
 def last_known(records: Sequence) -> float:
     """Return the last time at which a call was made, was completed or began to be waited for.
 
-    It is in seconds, by `time.perf_counter()`. A timeline draws calls that never end up to there.
-    records: those of one rank. ValueError: there are none.
+    In a timeline a call that never ended is drawn until this time.
+    records: those of one rank, with times in seconds. ValueError: there are none.
     """
     return max(max(r.issued, r.done or 0.0, r.waited or 0.0) for r in records)
 
@@ -429,11 +428,11 @@ def _draw_program(axes, part: Part, rank: int, turned: float | None):
 def _draw_wire(axes, part: Part, rank: int, longest: float, named: bool) -> set[tuple]:
     """Draw the lower lane of a rank, below that of computing: a box for each of its calls.
 
-    A box goes from when the call was made (on a GPU, when its stream came to it) to when it was
-    complete or, if it never was, to the last time in the rank's records. On a GPU the lane has a
-    strip for each stream of calls, the first used on top. Where calls overlap, the one that ends
-    first lies in front; the rest of the longer one shows to its right. Return (initials, name of
-    the operation), such as ("ag", "all_gather"), for the boxes that have only initials.
+    A box begins when its call was made (on a GPU, when the stream came to it), and ends when the
+    call was complete or, if it never was, at the last time in the rank's records. On a GPU the lane
+    has a strip for each stream of calls, the first used on top. Where boxes overlap, the one that
+    ends first lies in front. Return the set of (initials, operation), such as ("ag", "all_gather"),
+    of boxes that have only initials.
 
     part: the records of each rank's calls, and their times, in the part of a run that is drawn.
     longest: the seconds that the time axis spans.

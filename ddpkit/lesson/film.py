@@ -1,11 +1,12 @@
-"""Build the animation of a recorded run: every rank's numbers after each event, and their owners.
+"""Build the animation of a recorded run: every buffer after each event, its numbers with owners.
 
-The animation is called a film, and is a list of frames, which `player` and `circle` draw. A frame
-shows one event: a message sent or received, a collective call, or what went wrong. A number's owner
-is the rank that it came from, or the set of ranks if it is a sum; it follows from the records of
-the ranks' calls. Until anything arrives, a rank's numbers are its own; what arrives has its owners.
-If a number changes in place later, the rank may have added numbers that it received: if the old
-value plus some of these is the new value, all their owners own it; otherwise its owner is unknown.
+The animation, called a film, is a list of frames, which `player` and `circle` draw. A frame shows
+one event: a message sent or received, a collective call, or what went wrong. A rank's buffers are
+the storages of the tensors in its calls, and the results of its collectives. A number is an element
+of a buffer, and its owner the rank that it came from, or the set of ranks if it is a sum. Owners
+follow from the records of calls. Until a rank receives anything, it owns all its numbers. A number
+that is received keeps its owner. If a number changes after that, and its new value is the old one
+plus numbers that the rank received, the owners of all these own it; otherwise none is known.
 """
 
 import copy
@@ -33,8 +34,7 @@ def all_of_sum(total: float, cells: Cells) -> frozenset[int] | None:
     Return None if it isn't, or if a value or an owner is unknown. A relative difference of 1e-6 is
     allowed, because of rounding.
 
-    cells: (value, owner) of each number; either is None if unknown. The owner is the rank that the
-        number came from, or a frozenset of ranks if the number is a sum over them.
+    cells: (value, owner) of each number; either is None if unknown, an owner a frozenset for a sum.
     """
     values, ranks = [value for value, _ in cells], set()
     if None in values or not math.isclose(sum(values), total, rel_tol=1e-6):
@@ -55,11 +55,10 @@ class Frame:
 
     event: the `replay.Event`: a message, a collective call, a hop, the end, or what went wrong.
     memory: for each rank, {buffer: [(value, owner) of each element]}. A buffer is the storage of a
-        tensor, and its key is the storage's number in the rank's records (0, 1, ...). The result of
-        an all_gather is a buffer of its own, also if the call puts it in one of these: its key is
-        "all_gather", and the next such result replaces it. It is the same with other collectives,
-        except all_reduce, broadcast and reduce, which change a storage's buffer.
-    flying: (sender, receiver) of each message in flight, but for those that the event sends.
+        tensor, and its key the storage's number in the rank's records (0, 1, ...). An all_reduce, a
+        broadcast or a reduce changes such a buffer. The result of any other collective is a buffer
+        of its own, whose key is the operation's name ("all_gather"); the next such one replaces it.
+    flying: (sender, receiver) of each message sent earlier and not yet received; [] for a hop.
     status: {rank: what is wrong with it, in words}, as known at that point.
     wrong: the events up to this one in which something went wrong: calls that don't match, a rank
         that is stuck or failed, or a message that was lost.
@@ -70,8 +69,9 @@ class Frame:
     owners: the owner of each element of the event's message; [] if its values weren't kept, and for
         events that aren't a single message.
     sent: if the frame shows all messages of a hop, the frames of these messages; otherwise empty.
-    holdings: for each rank, its `Holdings`, of whose buffers `memory` is a copy; `hop_by_hop` puts
-        later changes into them. Only in the last frame that `film` returns.
+    holdings: each rank's `Holdings`, in the last frame that `film` returns; otherwise empty. They
+        also list received numbers that a rank may yet add. So `hop_by_hop` can find the owners of
+        sums that ranks compute after the last event.
     """
 
     event: Event
@@ -88,19 +88,17 @@ class Frame:
 class Holdings:
     """The buffers of one rank, each number with its owner, kept up to date from record to record.
 
-    The owner of a number is the rank that it came from; a frozenset if it combines several.
-
-    rank: the rank. records: the records of all its calls, in order. Sends before the first other
-        call fill in their buffers at once: frames of other ranks' earlier events show these. Then
-        the caller passes the records, one by one, to `look` (a send, or a call that went wrong),
-        `take` (a receive) or `share` (a collective).
-    buffers: {buffer: [(value, owner) of each element]}; an unknown value is None, and so is an
-        unknown owner. The key of a buffer is the number of its storage in the rank's records. A
-        collective's result has the operation's name ("all_gather") as its key instead, wherever the
-        call put it, unless the call is an all_reduce, a broadcast or a reduce: see `share`.
-    heard: whether the rank got a message or a collective's result; until then all is its own.
-    arrived: a list of (buffer, [(value, owner) of each number]), an entry for each message that
-        came into `buffer` since the rank last changed a number itself. The rank may yet add them.
+    rank: the rank. records: the records of all its calls, in order. The constructor already reads
+        the buffers of sends before the first other call, so that even earlier frames show them.
+        Then the caller passes the records, one by one, to `look` (a send, or a call that went
+        wrong), `take` (a receive) or `share` (a collective).
+    buffers: {buffer: [(value, owner) of each element]}. An owner is a rank, or a frozenset of ranks
+        for a sum; unknown values and owners are None. A buffer's key is its storage's number in the
+        rank's records. The result of a collective other than all_reduce, broadcast and reduce has
+        the operation's name ("all_gather") as its key, wherever the call put it: see `share`.
+    heard: whether the rank got a message or a collective's result; until then it owns all numbers.
+    arrived: (buffer, [(value, owner) of each number]) of each message that came into `buffer` since
+        the rank last changed a number itself. The rank may yet add these numbers to others.
     """
 
     def __init__(self, rank: int, records: list[Record]):
@@ -142,13 +140,12 @@ class Holdings:
     def change(self, which: object, contents: list, hidden: Container[int] = ()) -> None:
         """Put `contents` into buffer `which`, and find the owners of each number that changed.
 
-        The rank may have added numbers that it received: those of messages in `arrived` that came
-        into other buffers. So the new value of the k-th number that changed is compared with sums,
-        in this order: (1) its old value plus the k-th number of every such message that has as many
-        numbers as have changed; (2) its old value plus one received number, for each number of each
-        such message. The first sum that is equal, and whose numbers all have known owners, decides:
-        these are the owners. If there is none, the owner is this rank if it has received nothing
-        yet, otherwise unknown (None). Any change empties `arrived`.
+        The rank may have added numbers from messages: from those in `arrived` that came into other
+        buffers. If n numbers changed, the new value of the k-th of them is compared with two kinds
+        of sums: (1) its old value plus the k-th number of every message with n numbers; (2) its old
+        value plus any one number of a message. The first sum that is equal, and of whose terms all
+        owners are known, gives the owners. Without such a sum the owner is this rank while `heard`
+        is False, and unknown (None) later. Any change empties `arrived`.
 
         which: a key of `buffers`.
         contents: all numbers that the buffer holds now, as many as before.
@@ -170,8 +167,9 @@ class Holdings:
     def take(self, record: Record, owners: list) -> None:
         """Put a received message into the buffer where it arrived, with its numbers' owners.
 
-        record: the record of the receive. Its `memory`, a copy of the buffer, updates the other
-            elements as well. If it is None (not kept, or too large), only `heard` is set.
+        record: the record of the receive. Its `memory` is a copy of the whole buffer, from which
+            elements outside the message are updated. If it is None (not kept, or too large), only
+            `heard` is set.
         owners: the owner of each number of the message; if the list is shorter than the message,
             the remaining owners are unknown.
         """
@@ -251,8 +249,8 @@ def slice_of(record: Record) -> slice:
 def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
     """Return a frame for each event of a run: every rank's numbers just after it, and their owners.
 
-    The last frame also gets `holdings`, a list with the `Holdings` of each rank at the end, which
-    `hop_by_hop` needs in order to add a frame for the end.
+    The last frame also gets `holdings`, the `Holdings` of each rank. `hop_by_hop` needs them to add
+    a frame for the end, since ranks may go on computing after their last message.
 
     events: what `replay.replay` made of a run, all of it or some, in its order.
     wire: for each rank, the records of its calls, in order. If the launch didn't have
@@ -296,11 +294,11 @@ def film(events: list[Event], wire: list[list[Record]]) -> list[Frame]:
 def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
     """Merge the frames of single messages into one for each hop, and add one for the end.
 
-    A message is one hop later than the latest of those that its sender or receiver had finished
-    before they began it, and in the first hop if there are none: so the messages of a hop can all
-    travel at the same time. A hop's frame replaces those of their sends and receives. It shows them
-    on their way, and the buffers at a moment when all are sent, and those of earlier hops have
-    arrived (perhaps some of this hop, as well). The last frame shows what ranks hold in the end.
+    The messages of a hop can all travel at the same time. A message is in the hop after the latest
+    message that its sender or receiver had finished before beginning this one; without any, it is
+    in hop 1. A hop's frame replaces those of its sends and receives, and shows its messages on
+    their way. The buffers in it are at a moment when these are sent and all earlier hops have
+    arrived; some of this hop may have arrived as well. The last frame shows the end.
 
     frames: what `film` returned, at least one, for events that are sends and receives only, where
         every message was received.
@@ -333,10 +331,9 @@ def hop_by_hop(frames: list[Frame], run) -> list[Frame]:
 def _in_the_end(last: Frame, run) -> list[dict[object, Cells]]:
     """Return each rank's buffers at the end, as {number of the storage: [(value, owner), ...]}.
 
-    An owner is a rank, a frozenset of ranks if the element combines several, or None if unknown.
-    A rank may still compute after its last message, which no record shows: the last sum of a
-    reduce-scatter, for example. So if its function returned as many numbers as there are in the
-    buffer that its messages used first, these are taken for the buffer's contents at the end.
+    No record shows what a rank computes after its last message, such as the last sum of a
+    reduce-scatter. But its function may have returned it. So if the function returned as many
+    numbers as the rank's first buffer holds, they are taken for this buffer's contents at the end.
     `Holdings.change` puts them into `last.holdings`, and finds the owners of those that differ.
 
     last: the last frame that `film` returned.

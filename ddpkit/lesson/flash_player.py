@@ -145,7 +145,7 @@ def _named(one: str, several: str, span: range) -> str:
 def _typeset(value: float) -> str:
     """Return a number as short text with true minus signs, such as "−0.368", "1.2e4" or "−∞".
 
-    Whole numbers below 10^8 are written whole, others to three digits, or two if that is too long.
+    Integers below 10^8 get all digits. Other numbers get three, or two if three make it too long.
     """
     return "−∞" if value == -math.inf else number(value).replace("-", "−")
 

@@ -64,9 +64,9 @@ class FloatExplorer(Live):
         return list(found.values())
 
     def look(self) -> tuple[str, Picture]:
-        """Return (caption, picture): the number's bits in the chosen format, and in all formats.
+        """Return (caption, `Picture`) for the present number.
 
-        The caption is plain text; the picture is a `Picture`, a drawing with its alt text.
+        The caption has its bits in the chosen format; the picture has those in every format.
         """
         number = self.number
         said = f"{self._typed} in {number.format.name}: {number.bits}, {number.formula}"
@@ -97,11 +97,11 @@ class FloatExplorer(Live):
     def _move(self, _, pattern: int | None = None) -> None:
         """Update `number`, widgets and picture after a typed number, a new format or a flipped bit.
 
-        The widgets call this method after each change. It ignores changes that it makes to them
-        itself, by `_follow`. If the text is no number, a message takes the caption's place, and
-        nothing else changes.
+        The widgets call this method after each change of a value. Changes that `_follow` makes are
+        ignored. If the text is no number, a message takes the caption's place, and nothing else
+        changes.
         _: ipywidgets' report of the change, which isn't used.
-        pattern: after a flip all bits, as an integer; None: read the typed text.
+        pattern: all bits of the number after a flip, as an integer; None: read the typed text.
         """
 
         def changed() -> tuple[str, Picture]:

@@ -97,10 +97,10 @@ def worth_calculator() -> Calculator:
     """Return a widget with sliders that compares the times of sending and of computing.
 
     Sliders set the sizes of a transformer, the number of ranks and the speed at which they compute.
-    The picture shows for each kind of parallelism, such as "FSDP" or "tensor", over NVLink, 400
-    Gbit and 100 Gbit, the seconds of sending divided by those of computing. Below 1, sending takes
-    less time. It can be hidden only behind computing that goes on meanwhile, of which the forward
-    of tensor parallelism, for one, has none. Used in notebook 12.
+    The picture shows the seconds of sending divided by those of computing, for each kind of
+    parallelism, such as "FSDP" or "tensor", over NVLink, 400 Gbit and 100 Gbit. Below 1, sending
+    takes less time. But only computing that goes on meanwhile can hide it, and the forward of
+    tensor parallelism, for example, has none. Used in notebook 12.
     """
     return Calculator(
         worth,

@@ -18,9 +18,8 @@ class Layers(nn.Module):
     blocks: an attribute, the nn.ModuleList of the blocks, which forward runs in order.
     layers: the number of layers. group: the number of layers in a block; the last may have fewer.
     width: the number of input features, and of output features, of each layer.
-    sleeps: the seconds that every block sleeps in forward, to stand in for computing. In backward
-        every block sleeps twice as long; the first one does so only if the model's input needs a
-        gradient, since otherwise backward ends before this sleep.
+    sleeps: the seconds that each block sleeps in forward, to stand in for computing. In backward it
+        sleeps twice as long, but the first block only if the model's input needs a gradient.
     """
 
     def __init__(self, layers: int = 8, group: int = 1, width: int = 64, sleeps: float = 0.0):
@@ -85,8 +84,8 @@ class InPlace:
 
         After the wait, all of `flat` holds the sum; FSDP uses only this rank's part (shard) of it.
 
-        Cost per rank: 2(W-1)/W of `flat` sent, for W ranks. `ddpkit.transport`'s own sends as much
-        on Gloo, and half of it on NCCL.
+        Cost per rank: 2(W-1)/W of `flat` sent, for W ranks. `transport.start_reduce_scatter` has
+        the same cost on Gloo, and half of it on NCCL.
         """
         return dist.all_reduce(flat, group=group, async_op=True)
 
@@ -130,19 +129,19 @@ def second_step(model: nn.Module, x: Tensor, **options) -> tuple[list, int]:
 
 
 def calls_in_words(model: FSDP, x: Tensor) -> list[str]:
-    """Run forward and backward twice; return this rank's calls of the second as ["AG b0", ...].
+    """Run forward and backward twice; return this rank's calls in the second, as ["AG b0", ...].
 
-    "AG" is an all-gather, "RS" a reduce-scatter, and "b0" the unit of `model.module.blocks[0]`: a
-    unit is a group of layers whose weights are gathered together. A submodule outside of `blocks`
-    is a unit as well, under its own name, such as "head". A call is matched with its unit by its
-    bytes, so units must differ in size; if several are alike, their calls get the last one's name.
-    A single rank makes no calls: []. Call this on all ranks.
+    "AG" is an all-gather, "RS" a reduce-scatter. The word after it names the unit, a group of
+    layers whose weights are gathered together: "b0" is `model.module.blocks[0]`, and a submodule
+    outside of `blocks` has its own name, such as "head". A call is matched with its unit by its
+    bytes. If several units have equally many, all their calls get the last one's name. A single
+    rank makes no calls: []. Call this on all ranks.
 
     model: a module in ddpkit's own FSDP, with its default `transport`, which sends by torch's
         all-gather and reduce-scatter.
-    KeyError: a call matches none of these units, because parameters of the model are in no
-        submodule, because the dtype in which gradients are reduced differs in size from that of the
-        weights, or because another transport makes other calls, such as an all-reduce.
+    KeyError: a call matches none of these units. Parameters of the model are in no submodule,
+        gradients are reduced in a dtype of another size than the weights', or another transport
+        makes other calls, such as an all-reduce.
     """
     names = {}
     for unit in model.units[1:]:

@@ -116,13 +116,13 @@ HALVES = (
 def stamped_block(terms: Sequence[Term] = ()) -> Picture:
     """Draw a transformer block as two rows of operations, and stamp the tensors that it keeps.
 
-    A stamp is a box for a tensor that is kept for backward. It has the tensor's bytes as a formula,
-    such as "2sbd": b sequences of s tokens, each of d numbers of 2 bytes. The alt text lists the
-    tensors with their formulas, and that of the sum; without `terms`, the operations. Notebook 06.
+    A stamp is a box for a tensor that is kept for backward. On it is a formula of the tensor's
+    bytes, such as "2sbd": b sequences of s tokens, each of d numbers of 2 bytes. The alt text lists
+    the tensors and formulas, then their sum, or without `terms` the operations. Notebook 06.
 
     terms: the kept tensors, as `ddpkit.memory.block_activations` returns them with dropout and
-        attention="materialised". They go to the drawing's 15 places by their order alone, so those
-        of other settings, such as flash attention, would be at wrong places. (): no stamps.
+        attention="materialised"; (): no stamps. The drawing has 15 places, filled in order, so the
+        tensors of other settings, such as flash attention, would be at wrong places.
     """
     step, wide, high = 117, 92, 40
     canvas, stamps, names = Canvas(7 * step + 141, 420), iter(terms), []
@@ -185,11 +185,11 @@ def heaps(rows: Mapping[str, str]) -> Picture:
 
 
 def growth(terms_of: Callable[[int], list[Term]], lengths: Sequence[int]) -> Picture:
-    """Draw the attention weights' share of the bytes that a block keeps, by sequence length.
+    """Draw the attention weights' share of the bytes that a block keeps for backward, by length.
 
-    Only what it keeps for backward counts. Attention weights are the output of softmax, length ×
-    length numbers for each head, with the mask and the result of their dropout. The chart is in
-    percent. The alt text has the shares at the first and the last length. Used in notebook 06.
+    Attention weights are the output of softmax, length × length numbers for each head, with the
+    mask and the result of their dropout. Shares are in percent. The alt text states the shares at
+    the first and the last length. Used in notebook 06.
 
     terms_of: function from a length in tokens to the list of terms (kept tensors with their bytes)
         that `ddpkit.memory.block_activations` returns for it.
@@ -254,9 +254,9 @@ def memory_calculator() -> Calculator:
 def training(width: int, head_width: int, layers: int, **batch) -> tuple[str, Picture]:
     """Return (caption, bar chart) of a GPT's memory at the peak of a training step.
 
-    Parameters, gradients, AdamW's state and activations count, with 50,257 tokens in the
-    vocabulary. There is a bar for each way to keep activations: all, selective checkpoints, or one
-    for every block. The caption says which fit on a GPU with 80 GB. `memory_calculator` calls this.
+    The memory is that of parameters, gradients, AdamW's state and activations; the vocabulary has
+    50,257 tokens. There is a bar for each way to keep activations: all, selective checkpoints, or
+    one for every block. The caption says which fit on a GPU with 80 GB. For `memory_calculator`.
 
     width, head_width: how many numbers a token has, in all and in each attention head.
     layers: the number of transformer blocks.

@@ -114,7 +114,7 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """Return an <img> that holds the PNG and its alt text; JupyterLab's own has no text."""
+        """Return an <img> with the PNG and its alt text, which JupyterLab's own <img> lacks."""
         width = self.size[0]
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         style = f"width: {width}px; max-width: min(100%, {WIDEST}px); height: auto"

@@ -9,9 +9,9 @@ any. A stage holds the activations of a micro-batch from the start of its forwar
 B or, if split, its W.
 
 A planned schedule is simulated. The keyword arguments `ticks` say how long its actions take, by
-default F=1, B=2, I=1, W=1; messages take no time. A schedule is refused, with a ValueError, if an
-action is malformed or occurs twice, if a stage is on two ranks, if any stage from 0 on lacks an F
-of some micro-batch, or its B or I and W, or if ranks would wait for one another for ever.
+default F=1, B=2, I=1, W=1; messages take no time. Each stage, from 0 on, needs an F of every
+micro-batch, and a B or both I and W. Otherwise a schedule is refused, with a ValueError. So it is
+if an action is malformed or occurs twice, a stage is on two ranks, or ranks wait in a cycle.
 """
 
 import itertools

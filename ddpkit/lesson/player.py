@@ -3,12 +3,11 @@
 `player(run)` returns an animation with a slider. `run` is what `launch(..., keep_values=True)`
 returned or, if it failed, the LaunchError that it raised. The animation is made in three stages.
 The function `replay.replay` turns the records of the ranks' calls into a list of events, such as a
-send or a collective. `film.film` makes a frame of each event: every rank's numbers just after it.
-`draw`, in this module, draws a frame for each step of the slider, all in one layout (a `Stage`).
-With `player(run, by_hop=True)` a step is a hop instead: all messages that can travel at the same
-time. `circle.draw` then draws the frames of a small ring of ranks, as a circle.
-
-buffer: the storage of a tensor that a rank passes to its calls, or the result of a collective call.
+send or a collective. `film.film` makes a frame of each event: every rank's buffers just after it. A
+buffer is the storage of a tensor that a rank passes to its calls, or the result of a collective.
+`draw`, in this module, makes a picture of each frame, all in one layout (a `Stage`). A step of the
+slider shows one of these pictures. With `player(run, by_hop=True)` a frame shows a hop instead: all
+messages that can travel at the same time. `circle.draw` then draws a small ring, as a circle.
 
 `world_explorer` is another widget, which draws a process for each rank; its slider sets how many.
 """
@@ -42,8 +41,8 @@ def player(run, by_hop: bool = False, plays: bool = False) -> StepThrough:
         to 8 ranks, each with at most as many numbers as there are ranks, is then drawn as a circle.
         It has no effect if the run made any collective call, failed, or left a message unreceived.
     plays: whether the animation plays once by itself when it is shown.
-    ValueError: `run` is no Run or LaunchError, or none of the numbers that its calls moved were
-        kept: the launch had no keep_values, or each call moved more than 64.
+    ValueError: `run` is no Run or LaunchError. Or its calls moved numbers, but none were kept: the
+        launch had no keep_values, or each call moved more than 64.
     """
     _check_kept(run)
     events = replay(run)
@@ -154,14 +153,14 @@ class Stage:
     frames: all frames of the animation. world_size: the number of ranks. Computed from these:
     cell, per_line: the width of a number's box, and how many boxes fit in a line.
     changes: for each frame, a `figures.Change`, which draws all ranks' numbers before and after a
-        collective call; None if the frame shows no such call, or those before weren't kept.
+        collective call. It is None if the frame shows no such call, or if no numbers from before
+        the call were kept.
     spots: for each rank, {buffer: (x, y, how many of its numbers are shown)}, without buffers that
         are left out. Here x counts from 106 (LEFT) pixels right of the picture's left edge, and y
-        from 10 (PAD) below the top of the rank's row. A buffer's key is the number of its storage
-        in the rank's records or, for a collective's result outside these storages, the operation's
-        name, such as "all_gather"; the next such result replaces it.
-    tall, said: the height of a row, and that of the words below it that say what is wrong with its
-        rank, 0 if nothing goes wrong. pitch: from the top of a row to the next: both, and a gap.
+        from 10 (PAD) below the top of the rank's row. A buffer is named as in `Frame.memory`: by
+        the number of a storage, or by a collective's operation, such as "all_gather".
+    tall: the height of a row. said: the height of the text below a row that says what is wrong with
+        its rank; 0 if nothing goes wrong. pitch: from the top of a row to the top of the next.
     title, height: the height of the title, and that of a whole picture.
     """
 
@@ -239,7 +238,7 @@ def _lengths(frames: list[Frame], rank: int) -> dict[object, int]:
 def _change(event: Event) -> figures.Change | None:
     """Return an object that can draw each rank's numbers before and after the collective `event`.
 
-    None: `event` is something else, moves no numbers (a barrier), or those before it weren't kept.
+    None: `event` is something else, or no numbers from before it were kept (a barrier has none).
     """
     kept = any(before for before, _, _ in event.change.values())
     return figures.Change(event.change) if kept else None
@@ -337,7 +336,7 @@ def _draw_missing(canvas: Canvas, stage: Stage, event: Event):
     """Draw the dashed arrow of a message that went wrong, with a sign halfway.
 
     The sign is "✗" for an event of kind "lost" (never received, or never waited for). It is "?" for
-    "stuck" (an end waits for ever) and "differ" (they disagree about the size or the dtype).
+    "stuck" (sender or receiver waits in vain) and "differ" (the two disagree about size or dtype).
 
     event: the message's event, with the sender as `rank` and the receiver as `peer`.
     """
@@ -357,7 +356,7 @@ def _draw_message(canvas: Canvas, stage: Stage, frame: Frame, by_hop: bool):
     their boxes move from the senders to the receivers' rows. Numbers that don't fit into 420 pixels
     are left out. If the numbers weren't kept, their count and dtype are drawn.
 
-    frame: that of this send or receive: the step's own frame or, for a hop, one in its list `sent`.
+    frame: the frame of this send or receive alone: for a hop, one of those in the hop's `sent`.
     by_hop: whether the step shows a whole hop, i.e. all messages that can travel at the same time.
     """
     event, fill = frame.event, colour(frame.event.rank)

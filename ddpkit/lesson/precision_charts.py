@@ -137,11 +137,11 @@ def fp16_counts(gradients: Tensor, scale: float) -> dict[str, int]:
 
 
 def scale_calculator(gradients: Tensor) -> Calculator:
-    """Return a widget with a slider over the loss scale that draws a histogram of the gradients.
+    """Return a widget that draws a histogram of gradients, multiplied by a loss scale.
 
-    The gradients are multiplied by the scale, from 2^0 to 2^40. The caption counts how many fp16
-    then makes 0, subnormal, normal or infinite. The text that a stored notebook keeps doesn't, as
-    these counts may differ in another run. Notebook 05.
+    A slider sets the scale, from 2^0 to 2^40. The caption states how many of the products are 0,
+    subnormal, normal or infinite in fp16. A stored notebook keeps a text without these counts,
+    which may differ in another run. Used in notebook 05.
 
     gradients: a tensor of any shape on the CPU, all finite. ValueError: all gradients are 0.
     """

@@ -1,13 +1,13 @@
 """Show a progress line in JupyterLab, below a cell that takes longer than a second, until it ends.
 
-The line states the seconds so far and, while ranks run, the number of calls of torch.distributed
-that they have made or, if no call has begun or ended for 10 s, which rank is waiting for which. If
-a cell ends with a `LaunchError`, a failure of the ranks that it ran, a picture of their last calls
-appears below the error's text. The environment variable DDPKIT_PROGRESS=off turns both off, for
-tests and when notebooks are saved with their outputs.
+The line states the seconds so far. While ranks run, it also states how many calls of
+torch.distributed they have made. If no call has begun or ended for 10 s, it says instead which rank
+waits for which. If ranks fail, and their cell ends with a `LaunchError`, a picture of their last
+calls appears below the error's text. The environment variable DDPKIT_PROGRESS=off turns off both
+line and picture, for tests and when notebooks are saved with their outputs.
 
-Importing ddpkit in a notebook turns the line on, before torch is imported, which takes seconds. So
-this module imports ddpkit.runtime, which imports torch, only inside functions that need it.
+In a notebook `import ddpkit` turns the line on, and only then imports torch, which takes seconds.
+So this module imports what needs torch, such as ddpkit.runtime, only inside functions.
 """
 
 import contextlib
@@ -104,9 +104,9 @@ def show_lanes(result, display) -> None:
 def show_progress() -> None:
     """Show the progress line for this kernel's cells from now on, including the running one.
 
-    From now on a cell whose ranks failed also gets a picture of their last calls, see `show_lanes`.
-    Outside of a notebook's kernel, or if the environment variable DDPKIT_PROGRESS is "off", nothing
-    is done. Importing `ddpkit.lesson` calls this function; another call would add a second line.
+    A cell whose ranks failed then also gets a picture of their last calls, by `show_lanes`. Outside
+    of a notebook's kernel, or with the environment variable DDPKIT_PROGRESS=off, nothing is done.
+    Importing `ddpkit.lesson` calls this function; another call would add a second line.
     """
     if "IPython" not in sys.modules:  # true in every rank, where importing IPython takes a while
         return

@@ -41,10 +41,10 @@ class Event:
         and a "differ" or "stuck" that isn't about a collective. The sender is None if any rank may
         send. "failed" has the `rank` that failed. Otherwise both are None.
     status: {rank: what is wrong with it, in words}; empty if nothing is.
-    change: for a "meet" that moves numbers, {rank: (the list of numbers that it brought, that of
-        those that it got, the list of their owners)}; otherwise {}. A list of numbers is None if
-        there are none, or if they weren't kept; the list of owners is then []. An owner is the rank
-        that a number came from, a frozenset of ranks for a reduction over them, or None if unknown.
+    change: for a "meet" that moves numbers, {rank: (before, after, owners)}; otherwise {}. `before`
+        and `after` are the lists of numbers that the rank passed in and got. Each is None if there
+        are no such numbers, or if they weren't kept. `owners` lists the owner of each number in
+        `after`: the rank that it came from, a frozenset of ranks for a reduction, None if unknown.
     """
 
     kind: str
@@ -66,7 +66,7 @@ def key(record: Record) -> tuple:
     Both ends of a message give the same, (channel, index), and so do all members of a collective,
     (channel, index, ranks). The index is the number of earlier calls on the channel. For the group
     that torch names "0", in the first world that a script makes, channels are "0#1" (collectives),
-    "new 0#1" (the `new_group` that makes it) and "0#1 2>3:7" (messages from rank 2 to rank 3 of the
+    "new 1#1" (the `new_group` that makes it) and "0#1 2>3:7" (messages from rank 2 to rank 3 of the
     world with tag 7). The ranks, the group's members, tell groups of one name apart.
     """
     if record.op in MESSAGES:
@@ -78,10 +78,10 @@ def replay(run) -> list[Event]:
     """Return the events of `run` in order: what happened, then what went wrong.
 
     A receive comes after its send, and a collective after all its ranks have reached it. Otherwise
-    events are in the order of rounds. In a round each rank takes its next step, unless it must wait
-    for another rank: it sends a message, has received one (an `irecv` counts only then), or calls a
-    collective. First come the round's receives, of messages sent in earlier rounds, then its sends,
-    both by rank, then the collectives that the last of their ranks calls now.
+    events are in the order of rounds. In a round each rank takes one step, its next, unless that
+    must wait for another rank. A step is a message sent, a message received (not the call of its
+    `irecv`), or a call of a collective. The events of a round are its receives, whose sends are in
+    earlier rounds, then its sends, both by rank, then the collectives whose last rank calls now.
 
     run: a Run or a LaunchError, whose `wire` has, for each rank, the list of its calls' records.
     """
@@ -231,11 +231,11 @@ def _met(records: dict[int, Record]) -> Event:
 def change(records: dict[int, Record]) -> dict[int, tuple[list | None, list | None, list]]:
     """Return what a collective call did to each rank's numbers, to be drawn.
 
-    It is {rank: (numbers that it brought, numbers that it got, the owner of each number it got)}:
-    three flat lists. An owner is the rank that a number came from, a frozenset of ranks if it is
-    their sum or another reduction, or None if unknown. A list of numbers is None if they weren't
-    kept, and for what a rank other than the root brings to a broadcast or scatter, or gets from a
-    reduce or gather; the list of owners is then [].
+    It is {rank: (before, after, owners)}: the numbers that the rank passed in, those that it got,
+    and the owner of each number that it got, as flat lists. An owner is the rank that a number came
+    from, a frozenset of ranks for a reduction over them, or None if unknown. `before` and `after`
+    are None if they weren't kept. On ranks other than the root, `before` is also None for a
+    broadcast or scatter, `after` for a reduce or gather. If `after` is None, `owners` is [].
 
     records: {rank: its record of the call}, of all ranks of the group.
     """
@@ -281,7 +281,8 @@ def _said(rows: dict[int, list | None], world_size: int | None) -> str:
 def _failures(run, ends: dict, calls: dict) -> list[Event]:
     """Return the events of what went wrong in a run: an error, and calls that didn't succeed.
 
-    Here are the events with their kinds (see `Event`). "Left out" applies only to a failed launch,
+    "differ" means that calls don't match, "stuck" that a rank waits in vain, "lost" that a message
+    is never received, or a receive never waited for. "Left out" applies only to a failed launch,
     when `run` is a LaunchError: it stopped ranks amid calls that would have succeeded, and only the
     last 256 calls of each rank are known.
 
@@ -290,9 +291,11 @@ def _failures(run, ends: dict, calls: dict) -> list[Event]:
     - A collective that a member didn't call, or a new_group that didn't end on every rank: "stuck".
       Left out if it ended on some rank, and a member without the call has 256 known calls: it may
       have made this one before them.
-    - A receive that never ended: "differ" if its message doesn't fit. Otherwise left out if the
-      message was on its way, or may have been (`_may_have_been_sent`), or if the rank didn't wait
-      for it yet. Otherwise "stuck" if the launch failed and no send is known; otherwise "lost".
+    - A receive that never ended: "differ" if its message has another size or dtype. Otherwise, in a
+      Run, "lost": the rank never waited for it. In a failed launch it is left out if the rank
+      didn't wait for it yet, or if the message was on its way or may have been
+      (`_may_have_been_sent`). The rest is "stuck" if no send is known, and "lost" if one is: the
+      sender deleted the send's handle before waiting, which dropped the message.
     - A send without a receive call: left out if it is complete, since the receive may only have
       been due later. Otherwise "stuck" if the launch failed and the sender waits in it, unless the
       sender is the rank that failed; otherwise "lost".
@@ -347,20 +350,20 @@ def _waits_in(record: Record, is_last: bool) -> bool:
 
 
 def _may_have_been_sent(run, ends: dict, rank: int, record: Record, cut: set[int]) -> bool:
-    """Return whether a receive's message may have been sent, though no send is matched with it.
+    """Return whether an open receive's message may have been sent, although no send is known.
 
     The send may be older than the sender's known calls. That needs a sender in `cut`, none of whose
     known sends on the channel (those to `rank` in this group with this tag) is of an earlier
     message: the send would be known as well. After a HangError, one of a later message must be
-    known: otherwise `rank` is taken to wait for a message that never comes. For a Run return False.
+    known: otherwise `rank` is taken to wait for a message that never comes. For a Run return False:
+    there an open receive was never waited for, which is an event whether it was sent or not.
 
     A receive from any rank doesn't show its sender until it ends. So for it return True if another
     member of the group is in `cut`, or if a known send to `rank` has no known receive call, since
     that may be this one. After a HangError return False, for the reason above.
 
     run: a Run or a LaunchError, whose `wire` has the records of each rank's calls.
-    ends: {"send" or "recv": {message: (rank, its record)}}; used only for the keys of ends["recv"],
-    the messages with a known receive call, each as (channel, number of earlier ones on it).
+    ends: only the keys of ends["recv"] are used: messages with a known receive call (see `key`).
     rank, record: the receiver, and its record of the call. cut: the ranks of which only the last
     256 calls are known.
     """
@@ -438,8 +441,8 @@ def _not_received(
 ):
     """Return the event of a receive whose record has no end; its text gives the reason.
 
-    Return None if the launch failed before the rank waited for the message (`early`), or while that
-    was on its way, unless the message doesn't fit.
+    It is a "differ" if the message that was sent has another size or dtype. Otherwise return None
+    if the launch failed before the rank waited for it (`early`), or while it was on its way.
     rank, record: the receiver, and its record. sent: the record of the matching send, or None.
     ever: how the rank waits, for the text: "for ever" if the ranks hung, "in vain" otherwise.
     failed: whether the launch raised an error, such as a HangError; if not, the rank never called

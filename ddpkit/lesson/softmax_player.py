@@ -106,7 +106,7 @@ def _rounded(value: float, digits: int = 3) -> str:
 
 
 def _exactly(x: float) -> str:
-    """Return one of the row's numbers, or their maximum, with up to six significant digits."""
+    """Return a number x, or the maximum m, as text with up to six significant digits."""
     return _rounded(x, digits=6)
 
 

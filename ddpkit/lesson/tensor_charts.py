@@ -109,9 +109,9 @@ def reduced_bytes(width: int, tokens: int) -> dict[str, int]:
     """Return the size of what a transformer layer all-reduces in a step, for two ways to split it.
 
     It is {"tensor parallel": bytes, "data parallel": bytes}, the size of the all-reduced tensors,
-    with 2 bytes for each number. Tensor parallel, there are four all-reduces of tokens · width
-    activations, two in forward and two in backward. Data parallel, one takes the gradients of 12
-    width² weights (4 width² of attention, 8 width² of the MLP).
+    with 2 bytes for each number. Tensor parallelism all-reduces tokens · width activations four
+    times, twice in forward and twice in backward. Data parallelism all-reduces the gradients of 12
+    width² weights (4 width² of attention, 8 width² of the MLP) once.
 
     width: the layer's width. tokens: the number of tokens in the whole batch.
     """
@@ -125,10 +125,10 @@ LOOKS = {"tensor parallel": (page.ORANGE, "o"), "data parallel": (page.BLUE, "s"
 def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Picture:
     """Draw the bytes that a rank sends for a layer in a step, by the tokens of the whole batch.
 
-    There is a curve for tensor and one for data parallelism. Tensor parallel, a transformer layer
-    all-reduces tokens · width numbers four times in a step; data parallel, it all-reduces the
-    gradients of its 12 width² weights (attention and MLP) once. A number has 2 bytes. Each of W
-    ranks sends 2(W − 1)/W times the bytes all-reduced, as in a ring. Used in notebook 11.
+    There is a curve for tensor and one for data parallelism. In a step tensor parallelism
+    all-reduces tokens · width numbers of a transformer layer four times; data parallelism
+    all-reduces the gradients of its 12 width² weights once. A number has 2 bytes. Each of W ranks
+    sends 2(W − 1)/W times the bytes all-reduced, as in a ring. Used in notebook 11.
 
     width: the layer's width. world_size: the number of ranks.
     tokens: sizes of the whole batch, in tokens, along the x axis.
@@ -149,11 +149,11 @@ def bytes_by_tokens(width: int, world_size: int, tokens: Sequence[int]) -> Pictu
 
 
 def tensor_calculator() -> Calculator:
-    """Return a widget that compares a layer's communication, tensor and data parallel, in a step.
+    """Return a widget that compares what tensor and data parallelism send for a layer in a step.
 
-    It has sliders for ranks, a transformer layer's width and the tokens of the whole batch. Shown
-    are the bytes that a rank sends, and the seconds for which it sends, on each of three networks,
-    and computes on an H100, as `layer_times` predicts them.
+    Sliders set the ranks, a transformer layer's width and the tokens of the whole batch. As
+    `layer_times` predicts, the widget shows the bytes that a rank sends, the seconds that this
+    takes on each of three networks, and the seconds for which the rank computes on an H100.
     """
     powers = [2**power for power in range(10, 23)]
     return Calculator(
@@ -167,11 +167,11 @@ def tensor_calculator() -> Calculator:
 def layer_times(world_size: int, width: int, tokens: int) -> tuple[str, Picture]:
     """Return (caption, picture) of a layer's seconds on the wire, tensor or data parallel.
 
-    Tensor parallel, a transformer layer all-reduces tokens · width numbers four times in a step;
-    data parallel, the gradients of its 12 width² weights once. A number has 2 bytes. Times over
-    NVLink, InfiniBand and Ethernet are predicted for ring all-reduces: the latency of 2(W − 1) hops
-    each, plus the bytes that a rank sends divided by the bandwidth (W: `world_size`). A dashed line
-    marks how long a rank computes, forward and backward, at 400 TFLOP/s.
+    In a step tensor parallelism all-reduces tokens · width numbers of a transformer layer four
+    times; data parallelism all-reduces the gradients of its 12 width² weights once. A number has 2
+    bytes. Times over NVLink, InfiniBand and Ethernet are predicted for ring all-reduces: the
+    latency of 2(W − 1) hops each (W: `world_size`), plus the bytes that a rank sends divided by the
+    bandwidth. A dashed line marks how long a rank computes at 400 TFLOP/s.
 
     world_size: the number of ranks. width: the layer's width. tokens: those of the whole batch.
     """

@@ -25,7 +25,7 @@ Look = tuple[str, Picture | None]  # a caption, and a picture if there is one
 
 
 class Live:
-    """An object that a live notebook shows as widgets, and a stored one as a text and a picture.
+    """An object that a running notebook shows as widgets, a stored notebook as text and picture.
 
     The widgets are its attribute `box`, an ipywidgets widget that subclasses define.
 
@@ -191,7 +191,7 @@ class StepThrough(Live):
     label: the word beside the step's number, such as "hop".
     steps: consecutive numbers, not below 0. start: the step shown first; by default the lowest.
     telling: the number of the step whose picture a stored notebook keeps; by default `start`.
-    text: what it keeps beside that picture, in place of the widget; by default that step's caption.
+    text: the text that the stored notebook keeps with it; by default the caption of that step.
     plays: whether it plays through the steps once by itself when it is shown.
     """
 
