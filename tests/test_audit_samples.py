@@ -1,14 +1,17 @@
 """Which samples did a training use? Other ones are said, and can be replaced."""
 
 from collections import Counter
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddpkit.audit import Tape, compare, same_training
-from ddpkit.audit.causes import NO_MODULE
+from ddpkit.audit.causes import NO_MODULE, NOT_NAMED
 from ddpkit.audit.samples import Samples, data_in, names_of, other_samples
 from ddpkit.data_parallel import average_gradients
 
@@ -221,3 +224,29 @@ def test_a_model_that_only_compiled_code_calls_is_not_seen():
     report = compare(tape, [tape])
     assert report.undecided
     assert report.causes == [NO_MODULE]
+
+
+def test_tensors_that_only_an_optimizer_holds_are_not_compared():
+    model, scale = Model(), torch.ones((), requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    with Tape(1) as tape:
+        (scale * model(DATA, DATA[:, 0])).backward()
+        optimizer.step()
+    report = compare(tape, [tape])
+    assert report.undecided
+    assert report.causes == [NOT_NAMED.format("1 tensor")]
+
+
+def test_what_a_checkpoint_computes_again_is_no_sample():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    again = partial(checkpoint, model[0], use_reentrant=False)
+    tapes = []
+    for first in (model[0], again):
+        with Tape(2) as tape, patch.object(model, "forward", lambda x, f=first: model[1](f(x))):
+            for _ in range(2):
+                model(DATA).sum().backward()
+                optimizer.step()
+        tapes.append(tape)
+    plain, checkpointed = ([step.samples for step in tape.steps] for tape in tapes)
+    assert plain == checkpointed

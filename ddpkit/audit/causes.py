@@ -30,6 +30,10 @@ NO_MODULE = (
     "no module with parameters was called, so nothing was compared; if only compiled code calls "
     "them, set TORCHDYNAMO_DISABLE=1"
 )
+NOT_NAMED = (
+    "not compared: {} that an optimizer steps, but no module that was called has; if only compiled "
+    "code calls that module, set TORCHDYNAMO_DISABLE=1"
+)
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 
 

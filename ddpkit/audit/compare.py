@@ -24,9 +24,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ..tools.units import count
 from .causes import (
     NO_FACTOR,
     NO_MODULE,
+    NOT_NAMED,
     explained,
     first_output,
     of_the_forward,
@@ -135,6 +137,9 @@ def compare(
         elif steps and not any(moves(step) for step in serial.steps):
             report.undecided = True
             report.causes.append("every gradient is 0, in every step: nothing is trained")
+        elif unseen := max(tape.unseen for tape in (serial, *parallel)):
+            report.undecided = True
+            report.causes.append(NOT_NAMED.format(count(unseen, "tensor")))
     return report
 
 

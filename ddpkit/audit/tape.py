@@ -102,7 +102,8 @@ class Tape:
     number of modules with parameters of their own. inputs: some elements of each tensor that the
     model is first called with in training. outputs: {name of a module: its `Output` in that call},
     in the order in which they return. epsilon: the largest ε (`torch.finfo(dtype).eps`) of what
-    modules returned in training.
+    modules returned in training. unseen: how many tensors an optimizer steps that no called module
+    has, beside some that one has.
     when_full: called with the tape when a backward begins after the last recorded update, so never
     if the training ends there. samples: the `Samples` that notes inputs, and may replace them.
     given: {name: value} to copy into a module when it is first called with gradients, or at the
@@ -128,6 +129,7 @@ class Tape:
         self.epsilon = 0.0
         self.longest = 1
         self.depth = 0
+        self.unseen = 0
         self.rank = 0
         self.world_size = 1
 
@@ -259,9 +261,16 @@ class Tape:
         update begins a new `Step`; the one after the last recorded update ends the recording.
         """
 
+        def inside(*args, **kwargs):
+            self.calls += 1  # what an activation checkpoint computes again has no new samples
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self.calls -= 1
+
         def heard(tensors, *args, **kwargs):
             if self.stepping:  # a later evaluation of a closure
-                return backward(tensors, *args, **kwargs)
+                return inside(tensors, *args, **kwargs)
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             if self.updated and not self.full:
                 if len(self.steps) < self.most:
@@ -284,10 +293,10 @@ class Tape:
             if not self.updated and of_a_loss:
                 self.steps[-1].losses.append(first.item())
             if self.updated:
-                return backward(tensors, *args, **kwargs)
+                return inside(tensors, *args, **kwargs)
             before = {name: x.clone() for name, x in self.gradients()}
             with self.own_gradients() as part:
-                done = backward(tensors, *args, **kwargs)
+                done = inside(tensors, *args, **kwargs)
             if of_a_loss:  # not of a reentrant checkpoint's block, which has a backward of its own
                 self.steps[-1].parts.append(part)
             for name, x in self.gradients():
@@ -382,6 +391,10 @@ class Tape:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
             self.optimizers.add(optimizer)  # it may have been made before the tape
+            mine, named = parameters_of(optimizer), {x for *_, x in self.named()}
+            if not mine.isdisjoint(named):  # otherwise it has copies
+                lacking = sum(x.grad is not None for x in mine - named)
+                self.unseen = max(self.unseen, lacking)
             before = self.steps[-1].gradients
             found = self.whole(self.gradient_for(optimizer))
             kept = {name: x for name, x in before.items() if x is not None}
@@ -483,7 +496,7 @@ class Tape:
     def __getstate__(self) -> dict:
         """Return what is pickled: the records, without modules, hooks, `samples` or `when_full`."""
         kept = "most", "steps", "begin", "longest", "depth", "rank", "world_size"
-        kept += "inputs", "outputs", "epsilon"
+        kept += "inputs", "outputs", "epsilon", "unseen"
         return {name: getattr(self, name) for name in kept}
 
 

@@ -341,8 +341,9 @@ class Look:
         aren't gone (in a receive from any rank, one is enough). Ranks that wait in a cycle aren't
         free. Returned are the waiting ranks that aren't free, and free ranks that are stuck in
         part: one thread waits for gone ranks, or the GPU's stream waits for ranks that are gone or
-        not free. If a thread of a free rank waits for ranks that aren't free, these are returned,
-        not the free rank. Nor are ranks that wait only for free ones, which may go on.
+        not free. The rest of such a rank may go on, so ranks that wait only for it aren't returned.
+        A thread of a free rank may also wait for a rank that is stuck, but not gone: then only the
+        stuck rank is returned, since the report is about that.
         """
         on_stream = [s for s in self.now if s.state == ON_STREAM]
         waiting = [s for s in self.now if s.state in states]

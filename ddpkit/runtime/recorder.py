@@ -324,8 +324,9 @@ class Recorder:
     ):
         """Record that a collective call, send or receive is complete; a second time do nothing.
 
-        arrived, buffer: what `arrived` takes. A caller without the program's own wait() gives no
-            buffer: then the record keeps the copy of the storage that `issue` made.
+        arrived: the tensors that hold its result, for keep_values.
+        buffer: the first of these, whose whole storage the record then keeps for animations; None:
+            it keeps the copy that `issue` made, as `Recorder.arrived` explains.
         at: the `time.perf_counter()` at which it was complete; None: now.
         """
         if record.done is not None:
