@@ -51,7 +51,7 @@ class RankError(LaunchError):
 
     rank: the number of the rank to blame, if possible the first that failed on its own account
         rather than because another rank had failed.
-    kwargs: `output` and `wire`, as in `LaunchError`: for each rank, what it printed and its calls.
+    kwargs: `output` and `wire`, lists as in `LaunchError`: each rank's text, and its last calls.
     """
 
     def __init__(self, message: str, rank: int, **kwargs):

@@ -408,7 +408,7 @@ def let_go(look: Look) -> str | None:
 
 
 def _let_go(rank: int, message: Record) -> str:
-    """Return advice on a message, given as its record, that `rank` began and never waited for."""
+    """Return advice on a message that may not arrive: `rank` dropped the handle without wait()."""
     call, handle = ("isend", "send") if message.op == "send" else ("irecv", "receive")
     said = f"Rank {rank} began its {handle} with {call} and never waited for it"
     where = describe_place(message.place)

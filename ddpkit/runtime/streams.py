@@ -317,8 +317,8 @@ class Streams:
     def read(self) -> list[Record]:
         """Note the times of complete CUDA events; return the records of calls with incomplete ones.
 
-        It never blocks on the GPU. The records are in the order in which the events were made. A
-        record comes again if the event of a wait for its call is incomplete as well.
+        It never blocks on the GPU. The records are in the order in which the events were made: each
+        is there once if its call's own events are incomplete, and once for a wait whose event is.
         For a call that is still open 0.3 s (`LATE_S`) after its issue, `reached` is set as well: it
         tells the report of a hang whether the GPU has come to the call.
         """
