@@ -1,7 +1,7 @@
-"""Draw the pictures of notebooks 08 and 09: softmax computed in parts, and the cost of attention.
+"""Draw pictures for notebooks 08 and 09: softmax computed in parts, and the cost of attention.
 
-The cost is shown as bytes, as seconds, and as operations for each byte moved (a roofline). Each
-public function returns a `Picture`, a matplotlib figure with its alt text.
+The cost is shown as bytes, as seconds, and as operations for each byte moved (a roofline), beside
+a GPU's memories. Each public function returns a `Picture`, a matplotlib figure with its alt text.
 """
 
 from collections.abc import Mapping, Sequence

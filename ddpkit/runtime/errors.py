@@ -47,7 +47,7 @@ class LaunchError(RuntimeError):
 
 
 class RankError(LaunchError):
-    """A LaunchError: a rank raised, exited or was killed, or its result can't be unpickled.
+    """A LaunchError: a rank raised, exited (even with 0), was killed, or sent what can't be read.
 
     rank: the number of the rank to blame, if possible the first that failed on its own account
         rather than because another rank had failed.

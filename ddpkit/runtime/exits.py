@@ -66,8 +66,8 @@ def end_child(pid: int, error: BaseException | None = None) -> None:
     Without this, a child that leaves the user's code, perhaps by sys.exit, would go on as the rank
     does, and report in its name. The child flushes its files and ends, without atexit functions: a
     usual end of Python may wait for threads of torch, which a forked child doesn't have.
-    pid: the rank's process id. error: the exception that ended the user's code, which decides on
-        the exit code as in Python, and is printed unless it is a SystemExit; None: there is none.
+    pid: the rank's process id. error: the exception that ended the user's code; None: exit code 0.
+        A SystemExit does as in Python; any other is printed, and the exit code is 1.
     """
     if os.getpid() == pid:
         return

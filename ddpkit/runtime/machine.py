@@ -25,7 +25,7 @@ def torch_requirement() -> str:
 
 
 def untried_torch(version: str) -> str:
-    """Return a warning if ddpkit wasn't tried with a `version` of torch, and "" if it was.
+    """Return a warning, what follows "torch 2.9 is", or "" if ddpkit was tried with this version.
 
     version: as in `torch.__version__`, such as "2.12.0+cpu". Only its first two numbers count.
     """

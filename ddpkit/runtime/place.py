@@ -60,7 +60,7 @@ def is_pythons(file: str) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether `file` is in a folder of installed packages, such as site-packages."""
+    """Return whether `file` is in a folder of this Python's packages, such as site-packages."""
     return file.startswith(_INSTALLED_FOLDERS)
 
 
