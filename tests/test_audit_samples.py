@@ -237,6 +237,17 @@ def test_tensors_that_only_an_optimizer_holds_are_not_compared():
     assert report.causes == [NOT_NAMED.format("1 tensor")]
 
 
+def test_copies_that_an_optimizer_steps_are_compared_by_what_they_are_copies_of():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    copy = model[0].weight.detach().clone().requires_grad_()
+    optimizer = torch.optim.SGD([copy, model[0].bias, *model[1].parameters()], lr=0.1)
+    with Tape(1) as tape:
+        model(DATA).sum().backward()
+        copy.grad = model[0].weight.grad.clone()
+        optimizer.step()
+    assert compare(tape, [tape]).fine
+
+
 def test_what_a_checkpoint_computes_again_is_no_sample():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -236,6 +236,14 @@ def test_a_compiled_model_is_recorded_like_any(compiled):
     assert not compare(serial, [tape]).differences
 
 
+def test_an_output_counts_as_it_was_computed_not_as_a_hook_has_cast_it():
+    model = nn.Linear(2, 1, dtype=torch.bfloat16)
+    model.register_forward_hook(lambda module, inputs, output: output.float())
+    with Tape(1) as tape:
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert tape.epsilon == BFLOAT16
+
+
 def test_a_class_of_ones_own_around_a_wrapped_model_gives_no_names():
     class Learner(nn.Module):
         def __init__(self):

@@ -82,7 +82,7 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
         handles.append(modules.register_module_forward_pre_hook(on_call))
         handles.append(modules.register_module_forward_hook(on_output))
     # The import takes seconds; a program that compiles has made it.
-    compiles = "torch._dynamo" in sys.modules
+    compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
     stance = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     try:
         with stance:

@@ -15,6 +15,7 @@ which it magnifies errors of rounding.
 
 import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -102,8 +104,8 @@ class Tape:
     number of modules with parameters of their own. inputs: some elements of each tensor that the
     model is first called with in training. outputs: {name of a module: its `Output` in that call},
     in the order in which they return. epsilon: the largest ε (`torch.finfo(dtype).eps`) of what
-    modules returned in training. unseen: how many tensors an optimizer steps that no called module
-    has, beside some that one has.
+    modules returned in training. unseen: how many tensors with a gradient an optimizer steps that
+    no called module has, and that aren't copies of a module's.
     when_full: called with the tape when a backward begins after the last recorded update, so never
     if the training ends there. samples: the `Samples` that notes inputs, and may replace them.
     given: {name: value} to copy into a module when it is first called with gradients, or at the
@@ -149,6 +151,9 @@ class Tape:
         self.full = False  # all steps are recorded
         self.listening = contextlib.ExitStack()
         hook(self, self.listening)
+        self.listening.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # that it sees the hook twice
+        self.listening.enter_context(modules.register_module_forward_hook(self.on_output))
         for context in (
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
             patch.object(Optimizer, "__init__", self.making(Optimizer.__init__)),
@@ -208,8 +213,10 @@ class Tape:
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 parameter.copy_(value)
 
-    def on_return(self, module: nn.Module, output: object) -> None:
-        self.calls -= 1
+    def on_output(self, module: nn.Module, _, output: object) -> None:
+        """Note an output as `forward` returned it: a module's own hooks may cast it."""
+        if torch.compiler.is_compiling():
+            return
         name = self.names.get(module)
         if isinstance(output, Tensor) and output.is_floating_point():
             if name is not None:
@@ -217,8 +224,6 @@ class Tape:
                 self.outputs.setdefault(name, noted)
             if torch.is_grad_enabled() and not self.full:
                 self.epsilon = max(self.epsilon, torch.finfo(output.dtype).eps)
-        if self.calls == 0:
-            self.names = {}
 
     def calling(self, call: Callable) -> Callable:
         """Return a `Module.__call__` that tells of calls; `samples` notes or replaces inputs."""
@@ -235,12 +240,14 @@ class Tape:
                 step = len(self.steps) - (not self.updated)
                 args, kwargs = self.samples.of_call(step, args, kwargs)
             self.on_call(module)
-            output = None
             try:
                 output = call(module, *args, **kwargs)
+                self.on_output(module, (), output)  # where the hook is compiled away
+                return output
             finally:
-                self.on_return(module, output)
-            return output
+                self.calls -= 1
+                if self.calls == 0:
+                    self.names = {}
 
         return called
 
@@ -391,9 +398,11 @@ class Tape:
             self.rank = dist.get_rank() if dist.is_initialized() else 0
             self.world_size = dist.get_world_size() if dist.is_initialized() else 1
             self.optimizers.add(optimizer)  # it may have been made before the tape
-            mine, named = parameters_of(optimizer), {x for *_, x in self.named()}
-            if not mine.isdisjoint(named):  # otherwise it has copies
-                lacking = sum(x.grad is not None for x in mine - named)
+            held = set().union(*map(parameters_of, self.optimizers))
+            named = {x: name for name, *_, x in self.named()}
+            free = [x for x, name in named.items() if x not in held and name in self.steps[-1].last]
+            if not free:  # otherwise the optimizer may have copies of these, as of fp16 weights
+                lacking = sum(x.grad is not None for x in parameters_of(optimizer) - named.keys())
                 self.unseen = max(self.unseen, lacking)
             before = self.steps[-1].gradients
             found = self.whole(self.gradient_for(optimizer))

@@ -86,7 +86,8 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return _on_gpu, (on_cpu(obj),)
         if isinstance(obj, types.CodeType):  # from 3.1.3 on, cloudpickle drops the file's name
-            return marshal.loads, (marshal.dumps(obj),)
+            with contextlib.suppress(ValueError):  # it has a constant that isn't one of Python's
+                return marshal.loads, (marshal.dumps(obj),)
         named = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if named and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
