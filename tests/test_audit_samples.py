@@ -199,42 +199,30 @@ def test_too_few_samples_are_said():
         record(drawn(0), Samples(instead=rows))
 
 
-def test_gradients_that_are_all_0_prove_nothing():
-    def idle():
-        model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        (0 * model(DATA, DATA[:, 0])).backward()
-        optimizer.step()
-
-    with Tape(1) as tape:
-        idle()
-    report = compare(tape, [tape])
-    assert report.undecided
-    assert report.causes == ["every gradient is 0, in every step: nothing is trained"]
+def compiled(forward, *inputs):
+    return torch.compile(lambda: forward(*inputs), backend="eager")()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
-def test_a_model_that_only_compiled_code_calls_is_not_seen():
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(lambda: model(DATA, DATA[:, 0]), backend="eager")
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda one, *_: 0 * one(DATA), "every gradient is 0, in every step: nothing is trained"),
+        (lambda one, *_: compiled(one, DATA), NO_MODULE),
+        (lambda one, two, _: one(DATA) + compiled(two, DATA), NOT_NAMED.format("2 tensors")),
+        (lambda one, two, scale: scale * one(DATA), NOT_NAMED.format("1 tensor")),
+    ],
+)
+def test_what_is_not_seen_proves_nothing(loss, says):
+    parts = nn.Linear(4, 1), nn.Linear(4, 1), nn.ParameterList([torch.ones(())])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     with Tape(1) as tape:
-        compiled().backward()
-        optimizer.step()
+        loss(*parts[:2], *parts[2]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
     report = compare(tape, [tape])
     assert report.undecided
-    assert report.causes == [NO_MODULE]
-
-
-def test_tensors_that_only_an_optimizer_holds_are_not_compared():
-    model, scale = Model(), torch.ones((), requires_grad=True)
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-    with Tape(1) as tape:
-        (scale * model(DATA, DATA[:, 0])).backward()
-        optimizer.step()
-    report = compare(tape, [tape])
-    assert report.undecided
-    assert report.causes == [NOT_NAMED.format("1 tensor")]
+    assert report.causes == [says]
 
 
 def test_copies_that_an_optimizer_steps_are_compared_by_what_they_are_copies_of():

@@ -217,7 +217,6 @@ def test_a_step_that_is_given_a_closure_is_recorded_like_any(kind):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
 @pytest.mark.parametrize("compiled", [torch.compile, in_place])
 def test_a_compiled_model_is_recorded_like_any(compiled):
-    """torch.compile would trace a hook of all modules: it isn't allowed to meet one."""
     tapes = []
     for compiles in (False, True):
         torch.manual_seed(0)
@@ -234,6 +233,7 @@ def test_a_compiled_model_is_recorded_like_any(compiled):
     assert list(tape.begin) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert [step.samples for step in tape.steps] == [step.samples for step in serial.steps]
     assert not compare(serial, [tape]).differences
+    assert tape.epsilon == serial.epsilon
 
 
 def test_an_output_counts_as_it_was_computed_not_as_a_hook_has_cast_it():

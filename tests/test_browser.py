@@ -332,7 +332,7 @@ def test_every_control_and_picture_has_a_name(notebook):
 
 DEAD = re.compile("model not found|Error displaying widget|Loading widget")
 DRAWN = ".jp-OutputArea-output:is(.jupyter-widgets, :has(.jupyter-widgets))"  # or said to be dead
-OPENINGS = 5  # two of 25 were in vain, and of another 25 two, with both cores busy
+OPENINGS = 5  # of 25, 4 were in vain with both cores busy
 
 
 # The stop button, and a new kernel: a player needs neither.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from types import SimpleNamespace
 
 import psutil
@@ -386,6 +387,16 @@ def test_trap_2_modules_that_are_objects_of_their_own_classes():
 
     assert launch(deterministic, world_size=1)[0] is True
     assert torch.backends.cudnn.deterministic is False
+
+
+def test_code_with_a_constant_that_marshal_does_not_know_is_copied_too():
+    def constant():
+        return "half"
+
+    code = constant.__code__
+    constants = (Fraction(1, 2) if x == "half" else x for x in code.co_consts)
+    constant.__code__ = code.replace(co_consts=tuple(constants))
+    assert launch(constant, world_size=1).results == [Fraction(1, 2)]
 
 
 def test_trap_2_a_large_captured_variable_is_named_in_a_warning():

@@ -28,11 +28,11 @@ UNSEEN = (
 )
 NO_MODULE = (
     "no module with parameters was called, so nothing was compared; if only compiled code calls "
-    "them, set TORCHDYNAMO_DISABLE=1"
+    "one, set TORCHDYNAMO_DISABLE=1"
 )
 NOT_NAMED = (
-    "not compared: {} that an optimizer steps, but no module that was called has; if only compiled "
-    "code calls that module, set TORCHDYNAMO_DISABLE=1"
+    "not compared: {} that an optimizer steps, but no module that was called has; call the model "
+    "itself or, if only compiled code calls it, set TORCHDYNAMO_DISABLE=1"
 )
 LOSS_SCALE = 2**8  # powers of two from here on, and their reciprocals, are one that is left over
 

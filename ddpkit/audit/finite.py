@@ -24,7 +24,7 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
     backward the gradients of their inputs, but not of their parameters. The error names rank,
     module and, in forward, which of its calls it was, and says whether its inputs were finite.
     module: its parts are checked; None: every module that is called, named by its type alone.
-    What torch.compile compiled runs as it was written, so that its modules are seen.
+    Code that torch.compile has compiled before runs uncompiled here, so that its modules are seen.
     Cost: each of these tensors is read once more, and the program waits for the GPU each time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -81,15 +81,14 @@ def finite(module: nn.Module | None = None) -> Iterator[None]:
     if module is None:
         handles.append(modules.register_module_forward_pre_hook(on_call))
         handles.append(modules.register_module_forward_hook(on_output))
-    # The import takes seconds; a program that compiles has made it.
-    compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
-    stance = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
-    try:
-        with stance:
-            yield
-    finally:
+    with contextlib.ExitStack() as listening:
         for handle in handles:
-            handle.remove()
+            listening.callback(handle.remove)
+        # The import takes seconds; a program that compiles has made it.
+        if "torch._dynamo" in sys.modules:
+            with contextlib.suppress(RuntimeError):  # this block is in compiled code itself
+                listening.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def is_leaf(part: nn.Module) -> bool:

@@ -73,11 +73,11 @@ class Step:
 
 
 def hook(listener, until: contextlib.ExitStack) -> None:
-    """Call a listener's methods at every step and module call, until the stack `until` closes.
+    """Let a listener note each optimizer's step and each module's call, until `until` closes.
 
-    on_step and on_stepped, (optimizer, args, kwargs), come around each optimizer's step; the former
-    may return other (args, kwargs). calling(call) returns what replaces `Module.__call__`. That is
-    no global hook of modules: torch.compile would trace it. Compiled code's calls stay out.
+    on_step and on_stepped get (optimizer, args, kwargs) before and after a step; the former may
+    return other (args, kwargs). calling(call) returns a replacement for `Module.__call__`, which
+    is given as `call`: global hooks of modules would be compiled along with a compiled model.
     """
     until.enter_context(patch.object(nn.Module, "__call__", listener.calling(nn.Module.__call__)))
     for handle in (
@@ -152,7 +152,7 @@ class Tape:
         self.listening = contextlib.ExitStack()
         hook(self, self.listening)
         self.listening.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Using `torch.compile")  # that it sees the hook twice
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # beside a hook of all modules
         self.listening.enter_context(modules.register_module_forward_hook(self.on_output))
         for context in (
             patch.object(torch.autograd, "backward", self.hearing(torch.autograd.backward)),
@@ -214,7 +214,7 @@ class Tape:
                 parameter.copy_(value)
 
     def on_output(self, module: nn.Module, _, output: object) -> None:
-        """Note an output as `forward` returned it: a module's own hooks may cast it."""
+        """Note an output as `forward` returned it, before the module's own hooks, as for a cast."""
         if torch.compiler.is_compiling():
             return
         name = self.names.get(module)
@@ -226,7 +226,7 @@ class Tape:
                 self.epsilon = max(self.epsilon, torch.finfo(output.dtype).eps)
 
     def calling(self, call: Callable) -> Callable:
-        """Return a `Module.__call__` that tells of calls; `samples` notes or replaces inputs."""
+        """Return a `Module.__call__` that notes calls, and notes or replaces outermost inputs."""
 
         def called(module, *args, **kwargs):
             if torch.compiler.is_compiling():
@@ -242,7 +242,8 @@ class Tape:
             self.on_call(module)
             try:
                 output = call(module, *args, **kwargs)
-                self.on_output(module, (), output)  # where the hook is compiled away
+                if module._compiled_call_impl is not None:  # the hook does nothing in there
+                    self.on_output(module, (), output)
                 return output
             finally:
                 self.calls -= 1

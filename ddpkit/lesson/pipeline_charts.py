@@ -10,8 +10,8 @@ B or, if split, its W.
 
 A planned schedule is simulated. The keyword arguments `ticks` say how long its actions take, by
 default F=1, B=2, I=1, W=1; messages take no time. Each stage, from 0 on, needs an F of every
-micro-batch, and a B or both I and W. Otherwise a schedule is refused, with a ValueError. So it is
-if an action is malformed or occurs twice, a stage is on two ranks, or ranks wait in a cycle.
+micro-batch, and a B or both I and W. A ValueError refuses other schedules, and those in which an
+action is malformed or occurs twice, a stage is on two ranks, or ranks wait in a cycle.
 """
 
 import itertools

@@ -65,8 +65,8 @@ def key(record: Record) -> tuple:
 
     Both ends of a message give the same, (channel, index), and so do all members of a collective,
     (channel, index, ranks). The index is the number of earlier calls on the channel. For the group
-    that torch names "0", in the first world that a script makes, channels are "0#1" (collectives),
-    "new 1#1" (the `new_group` that makes it) and "0#1 2>3:7" (messages from rank 2 to rank 3 of the
+    that torch names "1", in the first world that a script makes, channels are "1#1" (collectives),
+    "new 1#1" (the `new_group` that makes it) and "1#1 2>3:7" (messages from rank 2 to rank 3 of the
     world with tag 7). The ranks, the group's members, tell groups of one name apart.
     """
     if record.op in MESSAGES:

@@ -77,10 +77,9 @@ class Witness:
         self.listening.close()
 
     def calling(self, call: Callable) -> Callable:
-        """Return a `Module.__call__` that notes modules that no other calls, and their samples.
+        """Return a `Module.__call__` that notes outermost modules and, in training, their samples.
 
-        Samples are noted in training. A module without parameters doesn't count: it may be a loss,
-        which is given predictions.
+        A module without parameters doesn't count: it may be a loss, which is given predictions.
         """
 
         def called(module, *args, **kwargs):
